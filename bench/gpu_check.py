@@ -130,7 +130,7 @@ def kernels(page: Page, timed: bool = True) -> None:
     for dtype, least in [(torch.float32, 0.85), (torch.bfloat16, 0.80), (torch.float16, 0.80)]:
         number = ENGINE_DTYPES[dtype]
         packed = torch.empty(
-            cuda.packed_bytes([count for _, count in listed], number),
+            cuda.packed_buffer_bytes([count for _, count in listed], number),
             dtype=torch.uint8,
             device="cuda",
         )

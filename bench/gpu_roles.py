@@ -261,7 +261,7 @@ def views(device: str, folder: Path) -> dict[str, Any]:
             named_parameters=network.named_parameters(),
             gradient_as_bucket_view=True,
         )
-        given += device == "cuda" and native.device_memory(0, 0, 1024) is not None
+        given += device == "cuda" and native.allocate_registered_memory(0, 0, 1024) is not None
         step = step_of(network, optimizer, batch)
         times.append(median(step, device, 10 if device == "cuda" else 3))
         step()

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use farandole::launcher::StopLevel;
 use farandole::telemetry::WorkerMetric;
 use farandole_cli::{
-    HostInterpreter, JobViewer, PythonDistribution, PythonInstallation as Interpreter,
+    EmbeddingInterpreter, JobViewer, PythonDistribution, PythonInstallation as Interpreter,
 };
 use pyo3::exceptions::{PyException, PySystemExit};
 use pyo3::prelude::*;
@@ -23,7 +23,7 @@ pub(crate) fn register_submodule(module: &Bound<'_, PyModule>) -> PyResult<()> {
 }
 
 /// This interpreter. The command asks from the thread that called it.
-struct InterpreterSurroundings {
+struct EmbeddingPythonInterpreter {
     /// The exception of a signal handler. The command then ends, and `main` raises it.
     raised: RefCell<Option<PyErr>>,
     stop_level: Cell<StopLevel>,
@@ -47,10 +47,10 @@ fn next_stop_level(py: Python<'_>, error: &PyErr, before: StopLevel) -> StopLeve
     }
 }
 
-impl InterpreterSurroundings {
+impl EmbeddingPythonInterpreter {
     /// Returns the found value; a value that cannot be found is shown as missing. A signal
     /// meanwhile is not lost.
-    fn value_or_default<T: Default>(&self, py: Python<'_>, found: PyResult<T>) -> T {
+    fn value_or_default_on_error<T: Default>(&self, py: Python<'_>, found: PyResult<T>) -> T {
         found.unwrap_or_else(|error| {
             if !error.is_instance_of::<PyException>(py) {
                 self.note_exception(py, error);
@@ -66,8 +66,8 @@ impl InterpreterSurroundings {
     }
 }
 
-impl HostInterpreter for InterpreterSurroundings {
-    fn requested_stop(&self) -> StopLevel {
+impl EmbeddingInterpreter for EmbeddingPythonInterpreter {
+    fn requested_stop_level(&self) -> StopLevel {
         Python::attach(|py| {
             let mut raised = std::mem::take(
                 &mut *self.raised_during_reports.lock().unwrap_or_else(PoisonError::into_inner),
@@ -78,7 +78,7 @@ impl HostInterpreter for InterpreterSurroundings {
         })
     }
 
-    fn call_main(&self, module: &str, words: &[String]) -> Result<i32, String> {
+    fn call_python_main(&self, module: &str, words: &[String]) -> Result<i32, String> {
         Python::attach(|py| {
             let called = py
                 .import(module)
@@ -117,16 +117,16 @@ impl HostInterpreter for InterpreterSurroundings {
             let folder = py
                 .import("farandole")
                 .and_then(|package| package.getattr("__path__")?.get_item(0)?.extract());
-            self.value_or_default(py, folder)
+            self.value_or_default_on_error(py, folder)
         })
     }
 
     fn installation(&self) -> Interpreter {
-        Python::attach(|py| self.value_or_default(py, describe_interpreter(py)))
+        Python::attach(|py| self.value_or_default_on_error(py, describe_interpreter(py)))
     }
 
     fn module_distributions(&self) -> BTreeMap<String, Vec<PythonDistribution>> {
-        Python::attach(|py| self.value_or_default(py, module_distributions(py)))
+        Python::attach(|py| self.value_or_default_on_error(py, module_distributions(py)))
     }
 }
 
@@ -139,7 +139,7 @@ struct PythonRunWatch {
 impl PythonRunWatch {
     /// Calls the Python object. An exception is dropped, except an interrupt, which is kept for
     /// later.
-    fn call_watch(&self, notify: impl FnOnce(Python<'_>, &Bound<'_, PyAny>) -> PyResult<()>) {
+    fn notify_run_watch(&self, notify: impl FnOnce(Python<'_>, &Bound<'_, PyAny>) -> PyResult<()>) {
         Python::attach(|py| {
             if let Err(error) = notify(py, self.object.bind(py))
                 && !error.is_instance_of::<PyException>(py)
@@ -157,22 +157,26 @@ impl JobViewer for PythonRunWatch {
 
     fn show_world(&self, generation: u64, places: &[(u32, String)]) {
         let places = places.to_vec();
-        self.call_watch(|_, object| object.call_method1("world", (generation, places)).map(drop));
+        self.notify_run_watch(|_, object| {
+            object.call_method1("world", (generation, places)).map(drop)
+        });
     }
 
     fn show_metric(&self, metric: &WorkerMetric) {
         let WorkerMetric { task, rank, kind, data } = metric;
-        self.call_watch(|py, object| {
+        self.notify_run_watch(|py, object| {
             object.call_method1("metric", (*task, *rank, kind, PyBytes::new(py, data))).map(drop)
         });
     }
 
     fn show_loss(&self, what: &str) {
-        self.call_watch(|_, object| object.call_method1("loss", (what,)).map(drop));
+        self.notify_run_watch(|_, object| object.call_method1("loss", (what,)).map(drop));
     }
 
     fn show_end(&self, reason: Option<&str>, interrupted: bool) {
-        self.call_watch(|_, object| object.call_method1("ended", (reason, interrupted)).map(drop));
+        self.notify_run_watch(|_, object| {
+            object.call_method1("ended", (reason, interrupted)).map(drop)
+        });
     }
 }
 
@@ -229,7 +233,7 @@ fn describe_interpreter(py: Python<'_>) -> PyResult<Interpreter> {
 fn main(py: Python<'_>, argv: Vec<String>) -> PyResult<i32> {
     // Without the GIL: the command runs for as long as the job, and other threads must run, too.
     let (status, raised) = py.detach(move || {
-        let surroundings = InterpreterSurroundings {
+        let surroundings = EmbeddingPythonInterpreter {
             raised: RefCell::new(None),
             stop_level: Cell::new(StopLevel::Continue),
             raised_during_reports: Arc::default(),

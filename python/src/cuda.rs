@@ -30,7 +30,7 @@ pub(crate) fn register_submodule(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<SingleMemberNccl>()?;
     module.add_function(wrap_pyfunction!(cuda_inventory, module)?)?;
     module.add_function(wrap_pyfunction!(has_driver_and_nccl_version, module)?)?;
-    module.add_function(wrap_pyfunction!(packed_bytes, module)?)
+    module.add_function(wrap_pyfunction!(packed_buffer_bytes, module)?)
 }
 
 fn library_search_path(named: &str, packages: Vec<PathBuf>) -> LibrarySearchPath {
@@ -73,9 +73,9 @@ fn has_driver_and_nccl_version(py: Python<'_>, packages: Vec<PathBuf>) -> PyResu
 /// Returns the bytes of the buffer that tensors of so many elements are packed into.
 #[pyfunction]
 #[pyo3(signature = (counts, number, /))]
-fn packed_bytes(counts: Vec<u64>, number: u8) -> PyResult<u64> {
+fn packed_buffer_bytes(counts: Vec<u64>, number: u8) -> PyResult<u64> {
     let tensors: Vec<(u64, u64)> = counts.into_iter().map(|count| (0, count)).collect();
-    Ok(cuda::plan_transfers(&tensors, dtype_from_number(number)?.element_size() as u64)
+    Ok(cuda::plan_pack_launches(&tensors, dtype_from_number(number)?.element_size() as u64)
         .map_err(cuda_exception)?
         .1)
 }

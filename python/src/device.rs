@@ -43,7 +43,10 @@ impl TensorPlacements {
     ///
     /// # Errors
     /// `FarandoleEnvironmentError` when there is no such GPU.
-    pub(crate) fn placement_of(&mut self, stream_id: GpuStreamId) -> PyResult<TensorPlacement> {
+    pub(crate) fn placement_of_tensor(
+        &mut self,
+        stream_id: GpuStreamId,
+    ) -> PyResult<TensorPlacement> {
         let Some((ordinal, stream)) = stream_id else { return Ok(TensorPlacement::HOST_MEMORY) };
         // A call has few streams, so a list is faster than a map.
         if let Some((_, placement)) = self.0.iter().find(|(known, _)| *known == (ordinal, stream)) {
@@ -83,10 +86,10 @@ pub(crate) fn open_device(py: Python<'_>, ordinal: u32, packages: Vec<PathBuf>) 
 
 /// Memory of a GPU that communicators of NCCL register.
 #[pyclass(frozen, module = "farandole._native.engine")]
-pub(crate) struct DeviceMemory(NcclMemory);
+pub(crate) struct RegisteredDeviceMemory(NcclMemory);
 
 #[pymethods]
-impl DeviceMemory {
+impl RegisteredDeviceMemory {
     /// Returns the memory as bytes, by the CUDA array interface, version 2: its user keeps this
     /// object.
     #[getter]
@@ -105,16 +108,16 @@ impl DeviceMemory {
 /// `None` when none is asked for, or this version gives none.
 #[pyfunction]
 #[pyo3(signature = (ordinal, stream, bytes, /))]
-pub(crate) fn device_memory(
+pub(crate) fn allocate_registered_memory(
     py: Python<'_>,
     ordinal: u32,
     stream: usize,
     bytes: usize,
-) -> PyResult<Option<DeviceMemory>> {
+) -> PyResult<Option<RegisteredDeviceMemory>> {
     let session = current_session()?;
     let memory = py.detach(|| session.allocate_device_memory(ordinal, stream, bytes));
     memory
-        .map(|memory| memory.map(DeviceMemory))
+        .map(|memory| memory.map(RegisteredDeviceMemory))
         .map_err(|error| to_exception(error.fault(), &error))
 }
 
@@ -146,8 +149,8 @@ impl PendingDeviceResult {
 
     /// Makes later work on this stream of the GPU wait for the result. Returns at once.
     #[pyo3(signature = (stream, /))]
-    fn hold_stream(&self, stream: usize) -> PyResult<()> {
-        // SAFETY: as in `TensorPlacements::placement_of`.
+    fn make_gpu_stream_wait(&self, stream: usize) -> PyResult<()> {
+        // SAFETY: as in `TensorPlacements::placement_of_tensor`.
         let stream = unsafe { DeviceStream::from_raw(stream) };
         self.event.make_stream_wait(stream).map_err(|error| to_exception(error.fault(), &error))
     }

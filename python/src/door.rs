@@ -13,7 +13,7 @@ use pyo3::prelude::*;
 
 /// Fills the submodule.
 pub(crate) fn register_submodule(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_function(wrap_pyfunction!(door_capsule, module)?)?;
+    module.add_function(wrap_pyfunction!(engine_table_capsule, module)?)?;
     module.add_function(wrap_pyfunction!(note_all_joined, module)?)?;
     module.add_function(wrap_pyfunction!(join_count, module)?)
 }
@@ -34,7 +34,7 @@ fn join_count() -> u64 {
 /// Returns a capsule named `farandole.engine_table` with the table's address, which stays valid
 /// until the process ends.
 #[pyfunction]
-fn door_capsule(py: Python<'_>) -> PyResult<Py<PyAny>> {
+fn engine_table_capsule(py: Python<'_>) -> PyResult<Py<PyAny>> {
     let table: NonNull<c_void> = NonNull::from(farandole_ffi::engine_table()).cast();
     // SAFETY: the name and the table are static; without a destructor Python only hands the address
     // back.

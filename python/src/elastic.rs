@@ -132,7 +132,7 @@ impl PyElasticJob {
     ) -> PyResult<Self> {
         let config = Config::read(environment_variable, &options)
             .map_err(|error| to_exception(FaultOrigin::Usage, &error))?;
-        let elastic = ElasticJob::rules_from_config(num_proc, &config)
+        let elastic = ElasticJob::elastic_rules_from_config(num_proc, &config)
             .map_err(|failure| launcher_exception(&failure))?;
         let discovery: Box<dyn DiscoverySource> = match discovery {
             Some(object) => {

@@ -20,14 +20,14 @@ use pyo3::exceptions::{PyTimeoutError, PyValueError};
 use pyo3::prelude::*;
 
 use crate::device::{
-    DeviceMemory, GpuStreamId, PendingDeviceResult, TensorPlacement, TensorPlacements,
-    device_memory, open_device,
+    GpuStreamId, PendingDeviceResult, RegisteredDeviceMemory, TensorPlacement, TensorPlacements,
+    allocate_registered_memory, open_device,
 };
 use crate::error::{WorkerDismissed, to_exception};
 use crate::registrar::read_configuration;
 use crate::runtime;
 use crate::tensor::{
-    GatheredTensor, SharedTensorMemory, copy_memory, dtype_from_number, prepare_memory,
+    GatheredTensor, SharedTensorMemory, advise_large_pages, copy_memory, dtype_from_number,
     reduce_op_from_number, tensor_buffer,
 };
 
@@ -37,19 +37,19 @@ pub(crate) fn register_submodule(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<GatheredTensor>()?;
     module.add_class::<SharedTensorMemory>()?;
     module.add_class::<PendingDeviceResult>()?;
-    module.add_class::<DeviceMemory>()?;
+    module.add_class::<RegisteredDeviceMemory>()?;
     module.add_function(wrap_pyfunction!(open_device, module)?)?;
     module.add_function(wrap_pyfunction!(init, module)?)?;
     module.add_function(wrap_pyfunction!(host_registrar, module)?)?;
-    module.add_function(wrap_pyfunction!(memory_identity, module)?)?;
-    module.add_function(wrap_pyfunction!(rank_holder_variable, module)?)?;
+    module.add_function(wrap_pyfunction!(shared_memory_identity, module)?)?;
+    module.add_function(wrap_pyfunction!(rank_not_inherited_variable, module)?)?;
     module.add_function(wrap_pyfunction!(host_changes, module)?)?;
     module.add_function(wrap_pyfunction!(announce_leave, module)?)?;
     module.add_function(wrap_pyfunction!(shutdown, module)?)?;
     module.add_function(wrap_pyfunction!(announce_clean_exit, module)?)?;
     module.add_function(wrap_pyfunction!(is_initialized, module)?)?;
     module.add_function(wrap_pyfunction!(uses_horovod_gradients, module)?)?;
-    module.add_function(wrap_pyfunction!(world_of_session, module)?)?;
+    module.add_function(wrap_pyfunction!(session_world, module)?)?;
     module.add_function(wrap_pyfunction!(allreduce, module)?)?;
     module.add_function(wrap_pyfunction!(grouped_allreduce, module)?)?;
     module.add_function(wrap_pyfunction!(broadcast, module)?)?;
@@ -69,8 +69,8 @@ pub(crate) fn register_submodule(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(allocate_shared_memory, module)?)?;
     module.add_function(wrap_pyfunction!(copy_memory, module)?)?;
     module.add("LARGE_MEMORY", LARGE_MEMORY_BYTES)?;
-    module.add_function(wrap_pyfunction!(prepare_memory, module)?)?;
-    module.add_function(wrap_pyfunction!(device_memory, module)?)?;
+    module.add_function(wrap_pyfunction!(advise_large_pages, module)?)?;
+    module.add_function(wrap_pyfunction!(allocate_registered_memory, module)?)?;
     module.add_function(wrap_pyfunction!(is_pending, module)?)?;
     module.add_function(wrap_pyfunction!(poll, module)?)?;
     module.add_function(wrap_pyfunction!(wait, module)?)
@@ -177,14 +177,14 @@ fn host_registrar(py: Python<'_>, size: u32, one_host: bool) -> PyResult<String>
 
 /// Returns the identity of this machine's memory: equal in processes that may share memory.
 #[pyfunction]
-fn memory_identity() -> String {
+fn shared_memory_identity() -> String {
     farandole::registrar::host::host_facts().host_hash().0
 }
 
 /// Returns a variable and its value for the processes that this one starts: they have not its rank.
 #[pyfunction]
-fn rank_holder_variable() -> Option<(&'static str, String)> {
-    session::rank_holder_variable()
+fn rank_not_inherited_variable() -> Option<(&'static str, String)> {
+    session::rank_not_inherited_variable()
 }
 
 /// Runs `wait` without the GIL. If a signal handler raises an exception meanwhile, returns it.
@@ -280,7 +280,7 @@ fn shutdown(py: Python<'_>) {
 /// Announces to all reachable ranks that this process ends without a failure.
 #[pyfunction]
 fn announce_clean_exit(py: Python<'_>) {
-    py.detach(session::report_leaving);
+    py.detach(session::report_orderly_exit);
 }
 
 #[pyfunction]
@@ -290,7 +290,7 @@ fn is_initialized() -> bool {
 
 #[pyfunction]
 #[pyo3(name = "world")]
-fn world_of_session() -> PyResult<World> {
+fn session_world() -> PyResult<World> {
     Ok(World(Arc::clone(current_session()?.world())))
 }
 
@@ -323,7 +323,7 @@ fn allreduce(
             source,
             Some(target),
             process_set,
-            TensorPlacements::default().placement_of(device)?,
+            TensorPlacements::default().placement_of_tensor(device)?,
         )?,
         attended,
     )
@@ -379,7 +379,7 @@ fn broadcast(
             source,
             Some(target),
             process_set,
-            TensorPlacements::default().placement_of(device)?,
+            TensorPlacements::default().placement_of_tensor(device)?,
         )?,
         attended,
     )
@@ -405,7 +405,7 @@ fn allgather(
             source,
             None,
             process_set,
-            TensorPlacements::default().placement_of(device)?,
+            TensorPlacements::default().placement_of_tensor(device)?,
         )?,
         attended,
     )
@@ -462,7 +462,7 @@ fn alltoall(
             source,
             None,
             process_set,
-            TensorPlacements::default().placement_of(device)?,
+            TensorPlacements::default().placement_of_tensor(device)?,
         )?,
         attended,
     )
@@ -495,7 +495,7 @@ fn reducescatter(
             source,
             Some(target),
             process_set,
-            TensorPlacements::default().placement_of(device)?,
+            TensorPlacements::default().placement_of_tensor(device)?,
         )?,
         attended,
     )
@@ -615,7 +615,7 @@ fn build_request(
             let set = ProcessSetId(process_set);
             let own = current_session()?
                 .engine()
-                .reducescatter_rows(*rows, set)
+                .own_reducescatter_rows(*rows, set)
                 .map_err(|error| to_exception(error.fault(), &error))?;
             &[&[own], &shape[1..]].concat()
         }
@@ -654,7 +654,7 @@ fn submit_group<T>(
         (TensorPlacements::default(), devices.unwrap_or_default().into_iter());
     let spotted = |tensor| {
         placements
-            .placement_of(devices.next().flatten())
+            .placement_of_tensor(devices.next().flatten())
             .and_then(|placement| request(tensor, placement))
     };
     let requests = tensors.into_iter().map(spotted).collect::<PyResult<Vec<_>>>()?;

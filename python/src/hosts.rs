@@ -24,9 +24,9 @@ use crate::launcher::PyWorkerOutcome;
 use crate::registrar::{read_configuration, registrar_exception as registrar_error};
 
 /// This host's tasks, and every other host with its first task and the one after its last.
-type SplitTasks = (Vec<u32>, Vec<(String, u32, u32)>);
+type TasksByHost = (Vec<u32>, Vec<(String, u32, u32)>);
 /// A notice: its kind, its task, and its value.
-type HostNotice = (&'static str, Option<u32>, Py<PyAny>);
+type AgentNoticeTuple = (&'static str, Option<u32>, Py<PyAny>);
 
 /// Fills the submodule.
 pub(crate) fn register_submodule(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -88,7 +88,7 @@ fn host_slots(hosts: Option<&str>, hostfile: Option<PathBuf>) -> PyResult<Vec<(S
 /// Returns the tasks of this host, and `(host, first task, task after the last)` of every other
 /// one.
 #[pyfunction]
-fn place_tasks(py: Python<'_>, hosts: Vec<(String, u32)>, num_proc: u32) -> PyResult<SplitTasks> {
+fn place_tasks(py: Python<'_>, hosts: Vec<(String, u32)>, num_proc: u32) -> PyResult<TasksByHost> {
     let hosts: Vec<HostSlots> =
         hosts.into_iter().map(|(host, slots)| HostSlots::new(host, slots)).collect();
     let (local_tasks, remote_placements) = py
@@ -172,7 +172,7 @@ impl PyRemoteHost {
     /// Returns the events since the last call, oldest first: `("ready", None, None)`, `("ended",
     /// task, outcome)`, `("refused", task, why)`, `("gone", None, why)` or `("done", None, None)`.
     /// `("refused", task, why)`, `("gone", None, why)` or `("done", None, None)`.
-    fn take_notices(&self, py: Python<'_>) -> PyResult<Vec<HostNotice>> {
+    fn take_notices(&self, py: Python<'_>) -> PyResult<Vec<AgentNoticeTuple>> {
         let notices: Vec<AgentNotice> = self.notices.lock().try_iter().collect();
         notices
             .into_iter()
@@ -219,7 +219,7 @@ pub(crate) fn remote_shell(
     };
     match own {
         Some(shell) => Ok(shell),
-        None => RemoteShell::from_ssh_option(
+        None => RemoteShell::parse_ssh_command_option(
             command.unwrap_or("ssh"),
             port,
             identity.as_deref(),

@@ -20,7 +20,9 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::error::to_exception;
-use crate::registrar::{exit_numbers, read_configuration, registrar_exception as registrar_error};
+use crate::registrar::{
+    exit_code_and_signal, read_configuration, registrar_exception as registrar_error,
+};
 use crate::runtime::wait_interruptibly;
 
 /// Longest time in which a worker's first report must reach the registrar, and its last ones at
@@ -59,7 +61,8 @@ pub(crate) struct PyWorkerOutcome {
 
 impl PyWorkerOutcome {
     pub(crate) fn new(py: Python<'_>, outcome: WorkerOutcome) -> Self {
-        let (exit_code, signal) = outcome.exit_kind.as_ref().map_or((None, None), exit_numbers);
+        let (exit_code, signal) =
+            outcome.exit_kind.as_ref().map_or((None, None), exit_code_and_signal);
         Self {
             rank: outcome.rank.map(|rank| rank.0),
             size: outcome.size,

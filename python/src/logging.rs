@@ -28,9 +28,9 @@ const PYTHON_LOG_LEVELS: [(u8, LogLevel); 6] = [
 pub(crate) fn register_submodule(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<EngineLogRecord>()?;
     module.add_function(wrap_pyfunction!(log_settings, module)?)?;
-    module.add_function(wrap_pyfunction!(start_capture, module)?)?;
-    module.add_function(wrap_pyfunction!(take_records, module)?)?;
-    module.add_function(wrap_pyfunction!(end_capture, module)?)
+    module.add_function(wrap_pyfunction!(start_log_capture, module)?)?;
+    module.add_function(wrap_pyfunction!(take_log_records, module)?)?;
+    module.add_function(wrap_pyfunction!(end_log_capture, module)?)
 }
 
 /// One event.
@@ -77,17 +77,17 @@ fn log_settings() -> PyResult<(u8, bool, bool)> {
     Ok((python_level(config.log_level), config.given.contains(&"log_level"), config.log_hide_time))
 }
 
-/// Keeps events like `telemetry::log::keep_events`.
+/// Keeps events like `telemetry::log::queue_events_for_logger`.
 #[pyfunction]
 #[pyo3(signature = (number, hide_time, /))]
-fn start_capture(py: Python<'_>, number: u8, hide_time: bool) -> bool {
-    py.detach(|| log::keep_events(log_level_at_least(number), hide_time))
+fn start_log_capture(py: Python<'_>, number: u8, hide_time: bool) -> bool {
+    py.detach(|| log::queue_events_for_logger(log_level_at_least(number), hide_time))
 }
 
 /// Takes events like `telemetry::log::take_events`; returns them and the number lost before them.
 #[pyfunction]
 #[pyo3(signature = (seconds, /))]
-fn take_records(py: Python<'_>, seconds: u32) -> Option<(Vec<EngineLogRecord>, u64)> {
+fn take_log_records(py: Python<'_>, seconds: u32) -> Option<(Vec<EngineLogRecord>, u64)> {
     py.detach(|| {
         let taken = log::take_events(Duration::from_secs(seconds.into()))?;
         let rank = session::current_session().ok().map(|session| session.engine().world().rank.0);
@@ -104,6 +104,6 @@ fn take_records(py: Python<'_>, seconds: u32) -> Option<(Vec<EngineLogRecord>, u
 
 /// Ends the capture like `telemetry::log::stop_keeping_events`.
 #[pyfunction]
-fn end_capture(py: Python<'_>) {
+fn end_log_capture(py: Python<'_>) {
     py.detach(log::stop_keeping_events);
 }

@@ -100,7 +100,7 @@ fn parse_types(types: Option<BTreeMap<String, String>>) -> PyResult<BTreeMap<Str
 
 /// A column of a table, as Python describes it.
 #[derive(FromPyObject)]
-struct ColumnOfTable {
+struct PyTableColumn {
     name: String,
     field_id: Option<i32>,
     stored_names: Vec<String>,
@@ -110,7 +110,7 @@ struct ColumnOfTable {
     source: String,
 }
 
-impl ColumnOfTable {
+impl PyTableColumn {
     fn parse(self) -> PyResult<TableColumn> {
         let Self { name, field_id, stored_names, dtype, is_list, unit, source } = self;
         let element = match dtype {
@@ -122,9 +122,9 @@ impl ColumnOfTable {
 }
 
 /// Path, values of columns that the file lacks, and little-endian positions of deleted rows.
-type FileOfTable = (String, FileValues, Vec<u8>);
+type PyTableFile = (String, FileValues, Vec<u8>);
 
-fn parse_file((path, defaults, deleted): FileOfTable) -> TableFile {
+fn parse_file((path, defaults, deleted): PyTableFile) -> TableFile {
     let (positions, _) = deleted.as_chunks();
     TableFile {
         path,
@@ -159,7 +159,7 @@ fn partition_values(path: &str) -> FileValues {
 /// Returns the type of a column of values from names of directories.
 #[pyfunction]
 fn partition_dtype(values: Vec<String>) -> &'static str {
-    reader::partition_element(values.iter().map(String::as_str)).numpy_name()
+    reader::infer_partition_type(values.iter().map(String::as_str)).numpy_name()
 }
 
 #[pyclass(frozen, module = "farandole._native.reader")]
@@ -197,10 +197,10 @@ impl Dataset {
     fn open_table(
         py: Python<'_>,
         url: &str,
-        files: Vec<FileOfTable>,
-        columns: Vec<ColumnOfTable>,
+        files: Vec<PyTableFile>,
+        columns: Vec<PyTableColumn>,
     ) -> PyResult<Self> {
-        let columns = columns.into_iter().map(ColumnOfTable::parse).collect::<PyResult<_>>()?;
+        let columns = columns.into_iter().map(PyTableColumn::parse).collect::<PyResult<_>>()?;
         let files: Vec<TableFile> = files.into_iter().map(parse_file).collect();
         let opened = py.detach(|| reader::ParquetDataset::open_table(url, &files, columns));
         opened.map(|dataset| Self(Arc::new(dataset))).map_err(reader_exception)

@@ -98,7 +98,7 @@ impl PyJobEvent {
                 ..Self::default()
             },
             registrar::JobEvent::Exited { task, rank, exit } => {
-                let (exit_code, signal) = exit_numbers(&exit.kind);
+                let (exit_code, signal) = exit_code_and_signal(&exit.kind);
                 let text = Some(format!("rank {rank} {}", exit.kind));
                 let (task, rank) = (Some(task.0), Some(rank.0));
                 let stderr_tail = Some(exit.stderr_tail.join("\n"));
@@ -146,7 +146,7 @@ impl PyJobEvent {
 }
 
 /// Returns the exit code and the signal of an end.
-pub(crate) fn exit_numbers(how: &ExitKind) -> (Option<i32>, Option<i32>) {
+pub(crate) fn exit_code_and_signal(how: &ExitKind) -> (Option<i32>, Option<i32>) {
     match how {
         ExitKind::Code(code) => (Some(*code), None),
         ExitKind::Signal(signal) => (None, Some(*signal)),

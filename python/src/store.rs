@@ -88,7 +88,7 @@ impl Store {
 
     fn read<'py>(&self, py: Python<'py>, path: &str) -> PyResult<Bound<'py, PyBytes>> {
         // Another process may replace the file between the size and the content.
-        let read = store::read_stable(|| {
+        let read = store::reread_if_replaced(|| {
             let file = py.detach(|| self.0.open_file(path))?;
             let size = file.size()?;
             let mut failure = None;
@@ -142,12 +142,12 @@ impl Store {
         py.detach(|| store::check_lease(&self.0, lease)).map_err(store_exception)
     }
 
-    fn empty_directory(&self, py: Python<'_>, lease: &str) -> PyResult<usize> {
-        py.detach(|| store::empty_directory(&self.0, lease)).map_err(store_exception)
+    fn delete_content_keep_lease(&self, py: Python<'_>, lease: &str) -> PyResult<usize> {
+        py.detach(|| store::delete_content_keep_lease(&self.0, lease)).map_err(store_exception)
     }
 
-    fn clear_directory(&self, py: Python<'_>, lease: &str) -> PyResult<usize> {
-        py.detach(|| store::clear_directory(&self.0, lease)).map_err(store_exception)
+    fn delete_content_and_lease(&self, py: Python<'_>, lease: &str) -> PyResult<usize> {
+        py.detach(|| store::delete_content_and_lease(&self.0, lease)).map_err(store_exception)
     }
 
     fn is_free(&self, py: Python<'_>) -> PyResult<bool> {

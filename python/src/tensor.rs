@@ -168,7 +168,7 @@ impl GatheredTensor {
     /// Lets a stream of the GPU move all bytes to an address there, once they exist, and frees the
     /// memory behind that. Once only; returns at once.
     #[pyo3(signature = (address, stream, /))]
-    fn fetch_into(&self, address: usize, stream: usize) -> PyResult<()> {
+    fn queue_copy_and_free(&self, address: usize, stream: usize) -> PyResult<()> {
         let (GatheredMemory::Device(room, reached), Some(ordinal)) = (&self.memory, self.ordinal())
         else {
             return Err(PyValueError::new_err("the gathered tensor is in host memory"));
@@ -182,7 +182,7 @@ impl GatheredTensor {
         // SAFETY: `farandole.torch` passes the framework's current stream of this GPU, which lives
         // for ever.
         let stream = unsafe { DeviceStream::from_raw(stream) };
-        room.fetch_on_stream(&to, reached.as_ref(), stream)
+        room.copy_out_then_release(&to, reached.as_ref(), stream)
             .map_err(|error| to_exception(error.fault(), &error))
     }
 
@@ -337,7 +337,7 @@ pub(crate) fn copy_memory(py: Python<'_>, copies: Vec<(usize, usize, usize)>) ->
 /// Asks the system for large pages in memory of so many bytes that is not used yet.
 #[pyfunction]
 #[pyo3(signature = (address, bytes, /))]
-pub(crate) fn prepare_memory(address: usize, bytes: usize) {
+pub(crate) fn advise_large_pages(address: usize, bytes: usize) {
     prefer_large_pages(address, bytes);
 }
 

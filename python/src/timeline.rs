@@ -78,7 +78,7 @@ fn stack_request_descriptor() -> PyResult<i32> {
 #[pyo3(signature = (text, /))]
 fn answer_stack_request(text: &str) {
     if let Ok(session) = session::current_session() {
-        session.stack_requests().answer_pending(text);
+        session.stack_requests().answer_pending_questions(text);
     }
 }
 

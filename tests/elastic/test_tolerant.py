@@ -198,7 +198,7 @@ def test_a_rank_that_took_a_state_skips_its_step_if_the_agreement_fails_after_th
         tolerance = _tolerant.FaultTolerance(
             torch.optim.SGD(model().parameters(), lr=0.1), is_elastic=True
         )
-        tolerance.enter_new_world()
+        tolerance.agree_with_new_world()
         monkeypatch.setattr(_tolerant, "leave_and_join", lambda: None)
         monkeypatch.setattr(_tolerant, "allgather", statuses)
         monkeypatch.setattr(_tolerant, "allgather_object", exchange)
@@ -206,7 +206,7 @@ def test_a_rank_that_took_a_state_skips_its_step_if_the_agreement_fails_after_th
         monkeypatch.setattr(
             tolerance, "_send_state_to_ranks_behind", lambda roles: worlds.append([*roles])
         )
-        assert tolerance.change_world()
+        assert tolerance.move_to_next_world()
         assert worlds == [[[0, 1, 0]], [[1], [0]], [[1, 1, 0]]]
         assert tolerance.steps == 1
     finally:

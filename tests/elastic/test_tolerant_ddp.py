@@ -252,9 +252,9 @@ def test_a_step_with_the_results_of_another_rank_counts_when_the_agreement_has_e
         20, 5, False, 0, 1, UnassignedRows(0, 0)
     )
     piece = turns.next_piece(0)
-    assert not alone.tolerance.change_world()
+    assert not alone.tolerance.move_to_next_world()
     assert (alone.tolerance.steps, turns.taken_pieces) == (0, [piece])
-    assert alone.tolerance.change_world()
+    assert alone.tolerance.move_to_next_world()
     assert (alone.tolerance.steps, turns.taken_pieces) == (1, [])
     assert told == [[0, 1, 0]] * 3
     assert [record["hand"] for record in records] == [[], [piece], []]
@@ -300,7 +300,7 @@ def test_the_default_group_keeps_its_timeout_and_is_created_after_a_failed_attem
     with monkeypatch.context() as patched:
         patched.setattr(dist, "init_process_group", fail)
         with pytest.raises(OSError, match="a rank was lost"):
-            alone.tolerance._prepare_world()
-    alone.tolerance._prepare_world()
+            alone.tolerance._prepare_new_world()
+    alone.tolerance._prepare_new_world()
     assert dist.is_initialized()
     assert dist.distributed_c10d._get_default_store().timeout == LIMIT

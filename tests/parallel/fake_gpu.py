@@ -22,10 +22,10 @@ LATE_SECONDS = 0.3
 def restore_host_tensors():
     """Ends the play: from now on torch's tensors are on the host."""
     if hasattr(_device, "real_functions"):
-        _device.ordinal_of, _device.current_stream_handle, HandleTable.submit_operation = (
+        _device.gpu_ordinal_of, _device.current_stream_handle, HandleTable.submit_operation = (
             _device.real_functions
         )
-        _handles.table.__dict__.pop("wait_for_device", None)
+        _handles.table.__dict__.pop("wait_for_gpu_result", None)
 
 
 class FakeGpu:
@@ -34,7 +34,7 @@ class FakeGpu:
     def __init__(self, ordinal):
         restore_host_tensors()
         _device.real_functions = (
-            _device.ordinal_of,
+            _device.gpu_ordinal_of,
             _device.current_stream_handle,
             HandleTable.submit_operation,
         )
@@ -42,7 +42,7 @@ class FakeGpu:
         self.library.fake_stream.restype = ctypes.c_void_p
         self.library.fake_count.restype = ctypes.c_long
         self.stream = ctypes.c_void_p(self.library.fake_stream())
-        _device.ordinal_of = lambda _: ordinal
+        _device.gpu_ordinal_of = lambda _: ordinal
         _device.current_stream_handle = lambda _: self.stream.value
         # A GPU's memory goes from hand to hand in the order of streams; that of the host must be
         # kept.

@@ -188,7 +188,7 @@ def a_warm_up_ends_at_its_rate():
 
         def note(batch, model=model, seen=seen, **_):
             del batch
-            callbacks.sync_jax_state(model)
+            callbacks.write_jax_state_to_model(model)
             seen.append(float(keras.ops.convert_to_numpy(model.optimizer.learning_rate)))
 
         fit(model, [warmup, keras.callbacks.LambdaCallback(on_train_batch_end=note)], epochs=3)

@@ -460,7 +460,7 @@ def callbacks_set_rates_and_keep_the_best():
     seen = []
 
     def note(batch, **_):
-        callbacks.sync_jax_state(model)
+        callbacks.write_jax_state_to_model(model)
         seen.append((batch, float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))))
 
     rates = keras.callbacks.LambdaCallback(on_train_batch_end=note)

@@ -25,13 +25,13 @@ def without_custom_calls():
     from farandole.tensorflow import xla
 
     os.environ[SWITCH] = "0"
-    xla.unsupported_reason.cache_clear()
+    xla.xla_unsupported_reason.cache_clear()
     try:
-        assert "is off" in (xla.unsupported_reason() or "")
+        assert "is off" in (xla.xla_unsupported_reason() or "")
         yield
     finally:
         del os.environ[SWITCH]
-        xla.unsupported_reason.cache_clear()
+        xla.xla_unsupported_reason.cache_clear()
 
 
 def close(actual, expected, what):
@@ -162,8 +162,8 @@ def auto_never_compiles_what_has_to_be_split():
     try:
         from farandole.tensorflow import xla
 
-        xla.unsupported_reason.cache_clear()
-        assert "on a GPU" in (xla.unsupported_reason() or "")
+        xla.xla_unsupported_reason.cache_clear()
+        assert "on a GPU" in (xla.xla_unsupported_reason() or "")
         assert model._resolve_auto_jit_compile() is False
         assert trainer.model_supports_jit(model)
         other = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
@@ -171,7 +171,7 @@ def auto_never_compiles_what_has_to_be_split():
         assert other.jit_compile is True
     finally:
         tf.config.list_physical_devices = listed
-        xla.unsupported_reason.cache_clear()
+        xla.xla_unsupported_reason.cache_clear()
 
 
 def test_compiled_steps_are_split_around_their_reduction(tensorflow_pair):

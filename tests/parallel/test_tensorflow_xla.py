@@ -29,7 +29,7 @@ def compiled_functions_equal_others():
     import farandole.tensorflow as hvd
     from farandole.tensorflow import xla
 
-    assert xla.unsupported_reason() is None, xla.unsupported_reason()
+    assert xla.xla_unsupported_reason() is None, xla.xla_unsupported_reason()
     rank = hvd.rank()
 
     def everything(x):
@@ -217,13 +217,13 @@ def what_cannot_be_compiled_says_why():
         different(tf.ones([3 + hvd.rank()]))
     close(compiled(lambda x: hvd.allreduce(x, op=hvd.Sum))(tf.ones(3)), [2.0] * 3, "afterwards")
     # Where the custom call is not to be had, nor a function to be split.
-    kept = xla.unsupported_reason, splitting.is_split_possible
-    xla.unsupported_reason, splitting.is_split_possible = lambda: "some reason", lambda: False
+    kept = xla.xla_unsupported_reason, splitting.is_split_possible
+    xla.xla_unsupported_reason, splitting.is_split_possible = lambda: "some reason", lambda: False
     try:
         with pytest.raises(NotImplementedError, match="for some reason; reduce outside of it"):
             compiled(hvd.allreduce)(tf.ones(5))
     finally:
-        xla.unsupported_reason, splitting.is_split_possible = kept
+        xla.xla_unsupported_reason, splitting.is_split_possible = kept
 
 
 def test_collectives_are_compiled_by_xla(tensorflow_pair):

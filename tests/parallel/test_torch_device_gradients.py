@@ -25,15 +25,15 @@ def train(on_gpu, as_view):
         gpu = FakeGpu(hvd.local_rank())
         # A CPU's work is not on the stream: what reads a result must wait for it as the stream
         # would.
-        _device.ordinal_of = lambda tensor: hvd.local_rank() if tensor.is_floating_point() else None
-        reach = _handles.table.wait_for_device
+        _device.gpu_ordinal_of = lambda tensor: hvd.local_rank() if tensor.is_floating_point() else None
+        reach = _handles.table.wait_for_gpu_result
 
         def reach_and_wait(reached):
             outcome = reach(reached)
             gpu.library.fake_wait(gpu.stream)
             return outcome
 
-        _handles.table.wait_for_device = reach_and_wait
+        _handles.table.wait_for_gpu_result = reach_and_wait
     optimizer = hvd.DistributedOptimizer(
         optimizer, named_parameters=model.named_parameters(), gradient_as_bucket_view=as_view
     )

@@ -111,7 +111,7 @@ def in_memory_of_nccl():
     count = 1000
 
     def given():
-        return engine.device_memory(hvd.local_rank(), gpu.stream.value, 4 * count)
+        return engine.allocate_registered_memory(hvd.local_rank(), gpu.stream.value, 4 * count)
 
     memory = given()
     if memory is None:

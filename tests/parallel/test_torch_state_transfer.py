@@ -242,7 +242,7 @@ def states_of_a_new_rank(name, dtype, new):
         optimizer.param_groups[0]["lr"] *= 0.5
         seen += hvd.rank()
         tolerance.steps, tolerance._has_whole_state, tolerance._is_new = 3, True, False
-    assert tolerance.enter_new_world() == (hvd.rank() in new)
+    assert tolerance.agree_with_new_world() == (hvd.rank() in new)
     assert tolerance.steps == 3
     usual_pieces()
     states = [optimizer.state[parameter] for parameter in network.parameters()]
@@ -289,7 +289,7 @@ def a_rank_with_another_state():
         if rank == 1:
             optimizer.state[network[0].weight]["momentum_buffer"] = torch.ones(16, 6)
         tolerance.steps, tolerance._has_whole_state, tolerance._is_new = 1, True, False
-    tolerance.enter_new_world()
+    tolerance.agree_with_new_world()
     return [parameter.unique().tolist() for parameter in network.parameters()], len(optimizer.state)
 
 
@@ -323,7 +323,7 @@ def senders_that_differ():
 
     _tolerant.transfer_tensors = watched
     try:
-        tolerance.enter_new_world()
+        tolerance.agree_with_new_world()
     finally:
         _tolerant.transfer_tensors = move
         usual_pieces()
@@ -356,7 +356,7 @@ def a_sender_with_other_options():
         senders.append(roles.senders) or move(name, tensors, roles)
     )
     try:
-        tolerance.enter_new_world()
+        tolerance.agree_with_new_world()
     finally:
         _tolerant.transfer_tensors = move
     return senders, optimizer.param_groups[0]["lr"]
@@ -391,14 +391,14 @@ def a_source_that_has_not_shared():
 
     tolerance = tolerance_of_a_new_rank()
     if rank == 2:
-        tolerance.share_objects({"counter": counter})
+        tolerance.share_stateful_objects({"counter": counter})
         tolerance.steps, tolerance._has_whole_state, tolerance._is_new = 1, True, False
-    tolerance.enter_new_world()
+    tolerance.agree_with_new_world()
     if rank == 1:
         tolerance = tolerance_of_a_new_rank()
-    tolerance.enter_new_world()
+    tolerance.agree_with_new_world()
     if rank != 2:
-        tolerance.share_objects({"counter": counter})
+        tolerance.share_stateful_objects({"counter": counter})
     return counter.count
 
 
@@ -411,7 +411,7 @@ def another_model():
 
     network = torch.nn.Linear(3, 2 + (hvd.rank() == 1))
     try:
-        FaultTolerance(OPTIMIZERS["SGD"](network.parameters()), False).enter_new_world()
+        FaultTolerance(OPTIMIZERS["SGD"](network.parameters()), False).agree_with_new_world()
     except ValueError as error:
         return str(error)
     return None
@@ -431,7 +431,7 @@ def other_groups():
     weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     groups = [{"params": [one]} for one in weights] if hvd.rank() == 2 else weights
     try:
-        FaultTolerance(torch.optim.SGD(groups, lr=0.1), False).enter_new_world()
+        FaultTolerance(torch.optim.SGD(groups, lr=0.1), False).agree_with_new_world()
     except ValueError as error:
         return str(error)
     return None
@@ -463,7 +463,7 @@ def another_model_and_a_rank_behind():
         if rank < 2:
             tolerance.steps, tolerance._has_whole_state, tolerance._is_new = 2 - rank, True, False
             tolerance.results = {"weight": torch.ones(1000)}
-        tolerance.enter_new_world()
+        tolerance.agree_with_new_world()
     except ValueError as error:
         return str(error)
     finally:

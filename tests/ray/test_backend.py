@@ -17,7 +17,7 @@ import pytest
 import torch
 from pyspark.sql import SparkSession
 
-from farandole.data.inputs.frames import holds_rows
+from farandole.data.inputs.frames import is_row_container
 from farandole.ray import RayBackend, RayExecutor
 from farandole.runner.errors import FarandoleJobError
 from farandole.spark.common.saving import store_backend
@@ -197,7 +197,7 @@ def test_an_estimator_fits_a_ray_data_set(resources, tmp_path):
     frame = data.from_items(
         [{"x": row, "y": float(row @ [2, -1])} for row in rows], override_num_blocks=2
     )
-    assert holds_rows(frame)
+    assert is_row_container(frame)
     network = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Flatten(0))
     estimator = TorchEstimator(
         backend=RayBackend(2, verbose=0),

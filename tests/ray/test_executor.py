@@ -11,7 +11,7 @@ import pytest
 
 import ray
 from farandole.ray import BaseHorovodWorker, RayExecutor, ray_logger
-from farandole.ray.runner import rank_placement_variables
+from farandole.ray.runner import placement_variables_by_rank
 from farandole.ray.utils import map_blocking
 from farandole.runner.errors import FarandoleJobError
 
@@ -194,7 +194,7 @@ def test_calls_before_start_say_so(resources):
 
 
 def test_gpus_of_a_host_are_seen_by_all_its_ranks_those_of_local_rank_0_first():
-    found = rank_placement_variables(["a", "b", "a"], [["2", "3"], ["0", "1"], ["0", "1"]])
+    found = placement_variables_by_rank(["a", "b", "a"], [["2", "3"], ["0", "1"], ["0", "1"]])
     assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["2,3,0,1", "0,1", "2,3,0,1"]
     assert [one["HOROVOD_LOCAL_RANK"] for one in found] == ["0", "0", "1"]
     assert [one["HOROVOD_CROSS_RANK"] for one in found] == ["0", "1", "0"]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from farandole.data import ParquetLoader, frame_loader, open_table, prepare_data
-from farandole.data.datasets import linked_dataset_url, open_dataset
+from farandole.data.datasets import write_dataset_link, open_dataset
 from farandole.stores.store import Store
 
 FILL = -7
@@ -62,7 +62,7 @@ def read_linked(path: Any, columns: list[str], fill: dict[str, float]) -> list:
     """As the workers of `fit_on_parquet(path=...)` read."""
     with tempfile.TemporaryDirectory() as home:
         store: Any = Store.create(home)
-        url = linked_dataset_url(store, open_dataset(path))
+        url = write_dataset_link(store, open_dataset(path))
         return read_native(url, columns, fill)
 
 

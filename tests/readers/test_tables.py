@@ -33,7 +33,7 @@ from spark_tables import table_cells
 from table_cells import READERS, judge_table
 
 from farandole.data import ParquetLoader, frame_loader, open_table, prepare_data
-from farandole.data.inputs.iceberg_deletes import find_equal_rows
+from farandole.data.inputs.iceberg_deletes import mask_of_matching_rows
 
 TOOLS = Path(__file__).parents[2] / ".tools"
 SPARK = TOOLS / "pyspark-4.1" / "bin" / "python"
@@ -417,7 +417,7 @@ def test_rows_are_equal_by_value_with_nulls_and_nan():
         )
         known = {repr(one) for one in zip(*values, strict=True)}
         expected = [repr(one) in known for one in zip(*columns, strict=True)]
-        assert find_equal_rows(rows, deleted).tolist() == expected
+        assert mask_of_matching_rows(rows, deleted).tolist() == expected
 
 
 def test_a_table_without_a_snapshot_is_refused_by_name(tmp_path):

@@ -148,7 +148,7 @@ def test_a_local_path_that_cannot_be_examined_is_not_absent(tmp_path, monkeypatc
     def stat(self, *, follow_symlinks=True):
         raise OSError(code, os.strerror(code), str(self))
 
-    looks = (durable.is_present, durable.is_present_file, durable.is_present_directory)
+    looks = (durable.is_path_present, durable.is_present_file, durable.is_present_directory)
     (tmp_path / "file").touch()
     found = {
         path: [look(path) for look in looks]
@@ -211,7 +211,7 @@ ALLOWED_LOOKS = {
     "tensorflow/data/compute_service.py": 1,
 }
 """Looks at local paths in each file. Python 3.14 and later take every error for absence there, so a
-new one uses `durable.is_present`, `is_present_file` or `is_present_directory`, or is added here."""
+new one uses `durable.is_path_present`, `is_present_file` or `is_present_directory`, or is added here."""
 STORE_LOOKS = {
     "data/inputs/delta_tables.py": 1,
     "data/inputs/files.py": 2,

@@ -42,7 +42,7 @@ def text_of(data):
 # A disk that loses power. An operation on names is `(removed, added, file)`.
 
 
-class Recorder(durable.DurableFiles):
+class Recorder(durable.DurableFileOperations):
     """A file system that also records what it is asked."""
 
     def __init__(self, root, links=True):
@@ -57,8 +57,8 @@ class Recorder(durable.DurableFiles):
         self.files[len(self.files)] = data
         self._note("name", None, path, len(self.files) - 1)
 
-    def sync_path(self, path):
-        super().sync_path(path)
+    def fsync_path(self, path):
+        super().fsync_path(path)
         kind = "sync names" if path.is_dir() else "sync file"
         self.operations.append((kind, None if path.is_dir() else self.names[path.name]))
 
@@ -157,7 +157,7 @@ def test_a_run_whose_checkpoint_has_a_flipped_bit_continues_from_the_one_before(
     directory = last.rindex(b"PK\x01\x02")
     for bit in range(8 * directory, 8 * directory + 8 * 30):
         store.write("checkpoint", flip_bit(last, bit))
-        found = durable.read_last_intact(store, "checkpoint")
+        found = durable.recover_last_checkpoint(store, "checkpoint")
         assert text_of(found) in ("before", "last")
         store.write("checkpoint.previous", archive("before"))
 
@@ -177,7 +177,7 @@ def test_a_loss_of_power_at_any_moment_costs_at_most_the_checkpoint_that_is_writ
         after.mkdir()
         for name, data in files.items():
             (after / name).write_bytes(data)
-        found = durable.read_last_intact(native.Store(str(after)), "checkpoint")
+        found = durable.recover_last_checkpoint(native.Store(str(after)), "checkpoint")
         epoch = 0 if found is None else int(text_of(found))
         assert epoch in (done, done + 1), (done, epoch, sorted(files))
         seen.add((done, epoch))
@@ -205,8 +205,8 @@ def test_two_are_kept_on_every_store(tmp_path, url):
 
 
 def test_a_write_that_fails_leaves_both_checkpoints_and_nothing_else(tmp_path):
-    class Full(durable.DurableFiles):
-        def sync_path(self, path):
+    class Full(durable.DurableFileOperations):
+        def fsync_path(self, path):
             raise OSError(errno.ENOSPC, "no space left on device", str(path))
 
     store = native.Store(str(tmp_path))
@@ -236,7 +236,7 @@ def test_the_one_before_takes_the_place_of_a_damaged_or_missing_one(tmp_path, ca
     else:
         path.write_bytes(spoil(path.read_bytes()))
     with caplog.at_level(logging.WARNING, "farandole"):
-        found = durable.read_last_intact(store, "checkpoint")
+        found = durable.recover_last_checkpoint(store, "checkpoint")
     assert text_of(found) == "1"
     assert f"{path} {'is missing' if spoil is None else 'cannot be used'}" in caplog.text
     assert path.read_bytes() == found
@@ -244,10 +244,10 @@ def test_the_one_before_takes_the_place_of_a_damaged_or_missing_one(tmp_path, ca
 
 def test_damaged_checkpoints_alone_are_an_error_and_none_at_all_a_fresh_run(tmp_path):
     store = native.Store(str(tmp_path))
-    assert durable.read_last_intact(store, "checkpoint") is None
+    assert durable.recover_last_checkpoint(store, "checkpoint") is None
     store.write("checkpoint", archive("1")[:-5])
     with pytest.raises(ValueError, match="the run has no usable checkpoint"):
-        durable.read_last_intact(store, "checkpoint")
+        durable.recover_last_checkpoint(store, "checkpoint")
 
 
 # Estimators.

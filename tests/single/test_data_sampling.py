@@ -22,7 +22,7 @@ from farandole.data import (
     WeightedLoader,
     prepare_data,
 )
-from farandole.data.loaders.pools import balance_batch_sizes
+from farandole.data.loaders.pools import cut_into_balanced_batches
 
 ROWS = 1000
 
@@ -161,13 +161,13 @@ def test_pieces_are_as_even_as_can_be():
     for _ in range(200):
         widths = -np.sort(-random.integers(1, 40, random.integers(1, 60)))
         count = int(random.integers(1, 20))
-        pieces = balance_batch_sizes(widths, count)
+        pieces = cut_into_balanced_batches(widths, count)
         assert (len(pieces), sum(pieces)) == (count, len(widths))
         assert min(pieces) > 0 or len(widths) < count
         starts = np.cumsum([0, *pieces[:-1]])
         most = max(size * widths[start] for size, start in zip(pieces, starts, strict=True) if size)
         assert most <= widths[0] * -(-len(widths) // count)
-    assert balance_batch_sizes(np.array([8, 4, 2, 1, 1]), 3) == [1, 2, 2]
+    assert cut_into_balanced_batches(np.array([8, 4, 2, 1, 1]), 3) == [1, 2, 2]
 
 
 @pytest.mark.parametrize("tail", ["keep", "pad", "drop_last"])

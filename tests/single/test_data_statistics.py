@@ -157,7 +157,7 @@ def test_they_are_kept_with_prepared_data(tmp_path, monkeypatch):
     made = prepare_data(rows, tmp_path, **wish).statistics
     assert made is not None
     assert made == statistics_of(rows)
-    monkeypatch.setattr("farandole.data.statistics.count_source", None)
+    monkeypatch.setattr("farandole.data.statistics.accumulate_over_source", None)
     again = prepare_data(rows, tmp_path, **wish)
     assert again.reused
     assert again.statistics == made

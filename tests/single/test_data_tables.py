@@ -15,7 +15,7 @@ from pyiceberg.expressions import EqualTo
 from pyiceberg.types import DoubleType
 
 from farandole.data import ParquetLoader, StreamLoader, prepare_data
-from farandole.data.inputs.frames import holds_rows
+from farandole.data.inputs.frames import is_row_container
 
 ROWS = 40
 
@@ -57,7 +57,7 @@ def test_a_relation_of_duckdb_is_run_once_for_each_pass_and_never_whole(tmp_path
         "range(200000) t(i)"
     )
     relation = connection.sql("select * from rows where id < 150000")
-    assert holds_rows(relation)
+    assert is_row_container(relation)
     monkeypatch.setattr(pa, "table", None)  # which would hold the whole result
     data = prepare_data(relation, tmp_path, categories=["tag"], validation=0.1)
     assert data.categories == {"tag": ["t0", "t1", "t2"]}
@@ -74,7 +74,7 @@ def test_a_relation_of_duckdb_is_run_once_for_each_pass_and_never_whole(tmp_path
 
 def test_a_table_of_iceberg_is_prepared_from_its_catalog_and_from_its_directory(iceberg, tmp_path):
     store = tmp_path / "store"
-    assert holds_rows(iceberg)
+    assert is_row_container(iceberg)
     data = prepare_data(iceberg, store, label_cols=["tag"], categories={"tag": None})
     assert ids(data.train_url) == list(range(ROWS))
     assert data.categories == {"tag": ["t0", "t1", "t2"]}

@@ -9,15 +9,15 @@ import pytest
 from sklearn.metrics import roc_auc_score
 
 from farandole.spark.common.model import evaluation
-from farandole.spark.common.model.evaluation import ScoreCounts
+from farandole.spark.common.model.evaluation import BinaryScoreHistogram
 
 
 def counted(score, label, parts=1):
-    whole = ScoreCounts()
+    whole = BinaryScoreHistogram()
     for some, labels in zip(
         np.array_split(score, parts), np.array_split(label, parts), strict=True
     ):
-        part = ScoreCounts()
+        part = BinaryScoreHistogram()
         part.add(some, labels)
         whole.merge(part)
     return whole

@@ -53,7 +53,7 @@ class Trouble:
         raise OSError(errno.ENOSPC, "no space left on device")
 
 
-class TroubledFiles(durable.DurableFiles):
+class TroubledFiles(durable.DurableFileOperations):
     def __init__(self, trouble):
         self.trouble = trouble
 
@@ -71,7 +71,7 @@ def troubled(name):
     return operation
 
 
-for name in ("make_directory", "sync_path", "link_file", "rename_file", "remove_file"):
+for name in ("make_directory", "fsync_path", "link_file", "rename_file", "remove_file"):
     setattr(TroubledFiles, name, troubled(name))
 
 
@@ -129,7 +129,7 @@ def assert_all_are_known(run):
     there = contents_there(run)
     store = native.Store(run.run_path)
     for name, data in there.items():
-        mismatch = checkpoint_signatures.find_mismatch(store, name, data, run.run_key)
+        mismatch = checkpoint_signatures.foreign_checkpoint_reason(store, name, data, run.run_key)
         assert mismatch is None, (name, text_of(data), mismatch)
     return there
 

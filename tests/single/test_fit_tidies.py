@@ -23,7 +23,7 @@ from farandole.data.prepared_directories import (
     note_finished_partition,
 )
 from farandole.spark.common import LocalStore
-from farandole.spark.common.data.data_cleanup import delete_old_data
+from farandole.spark.common.data.data_cleanup import delete_stale_prepared_data
 from farandole.spark.torch import TorchEstimator
 
 DAY = 24 * 3600
@@ -383,6 +383,6 @@ def test_a_store_that_cannot_be_tidied_does_not_end_the_fit():
             raise PermissionError(f"no: {older_than}")
 
     told = []
-    delete_old_data(Store(), 3.0, 7, told.append)
+    delete_stale_prepared_data(Store(), 3.0, 7, told.append)
     assert told == ["old prepared data cannot be deleted: no: 3.0"]
-    delete_old_data(Store(), None, None, pytest.fail)
+    delete_stale_prepared_data(Store(), None, None, pytest.fail)

@@ -20,7 +20,7 @@ import pytest
 from farandole._native import reader
 from farandole.data import Pad, ParquetLoader, prepare_data
 from farandole.data.columns import ColumnRoles
-from farandole.data.datasets import linked_dataset_url, open_dataset
+from farandole.data.datasets import write_dataset_link, open_dataset
 from farandole.spark.common import LocalStore
 from farandole.spark.common.data.prepare import find_existing_data
 from farandole.spark.common.util import get_simple_meta_from_parquet
@@ -189,7 +189,7 @@ def test_a_thousand_files_are_planned_in_a_second_and_once_for_all_ranks(tmp_pat
     assert opened.rows == 20_000
     assert min(took) < 1
     store = LocalStore(str(tmp_path / "store"))
-    url = linked_dataset_url(store, opened)
+    url = write_dataset_link(store, opened)
     started = time.perf_counter()
     again = reader.Dataset.open_url(url)
     assert time.perf_counter() - started < min(took) / 2 + 0.05

@@ -27,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from farandole.data import Nested, Pad, ParquetLoader, frame_loader, prepare_data
 from farandole.data.inputs.sources import open_source
 from farandole.data.loaders import frames
-from farandole.data.loaders.frames import _check_row_count, _remove_directory
+from farandole.data.loaders.frames import _check_row_count, _remove_rows_of_process
 
 ROWS = 500
 
@@ -60,7 +60,7 @@ def test_a_frame_becomes_batches_and_leaves_no_files(tmp_path, make):
     gc.collect()
     assert list(tmp_path.iterdir()), "a copy does not own the files"
     # as in a process that was forked from this one
-    _remove_directory(next(tmp_path.iterdir()), os.getpid() + 1)
+    _remove_rows_of_process(next(tmp_path.iterdir()), os.getpid() + 1)
     assert sorted(ids(loader)) == list(range(ROWS))
     del loader
     gc.collect()

@@ -60,8 +60,8 @@ def test_a_named_folder_without_libraries_changes_nothing(tmp_path):
 
 def test_tensors_are_packed_at_multiples_of_16_bytes():
     float32, bfloat16 = 7, 10
-    assert cuda.packed_bytes([1, 4, 5], float32) == 16 + 16 + 32
-    assert cuda.packed_bytes([1, 8, 9], bfloat16) == 16 + 16 + 32
+    assert cuda.packed_buffer_bytes([1, 4, 5], float32) == 16 + 16 + 32
+    assert cuda.packed_buffer_bytes([1, 8, 9], bfloat16) == 16 + 16 + 32
 
 
 @pytest.mark.skipif(cuda.cuda_inventory("", [])[0][1], reason="this host has a driver")

@@ -272,7 +272,7 @@ class Fake:
             raise OSError("read-only file system")
         self.calls.append("ask")
 
-    def end_at_once(self):
+    def end_unless_double_click(self):
         self.calls.append("end")
 
 
@@ -346,10 +346,10 @@ def test_the_second_click_of_a_double_click_does_not_end_the_fit(remote, monkeyp
     stop = StopRequest(remote, clock=lambda: now[0])
     stop.request_stop()
     now[0] += 0.3
-    assert not stop.end_at_once()
+    assert not stop.end_unless_double_click()
     assert not ended
     now[0] += 3.0
-    assert stop.end_at_once()
+    assert stop.end_unless_double_click()
     assert ended
 
 

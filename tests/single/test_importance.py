@@ -15,7 +15,7 @@ from farandole.spark.common.model import importance
 from farandole.spark.common.model.evaluation import empty_sums
 from farandole.spark.common.model.importance import (
     column_importances,
-    sum_permuted_predictions,
+    sum_permuted_evaluations,
 )
 
 ROWS = 3000
@@ -35,7 +35,7 @@ def counted(batches, seeds=(1,), metric=None):
         sizes.append(batch.num_rows)
         return [3.0 * batch.column(0).to_numpy()[:, None] + batch.column(1).to_numpy()[:, None]]
 
-    sums = sum_permuted_predictions(
+    sums = sum_permuted_evaluations(
         iter(batches),
         SimpleNamespace(predict_outputs=outputs),
         lambda batch: batch.column(2).to_numpy(),

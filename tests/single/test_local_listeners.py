@@ -35,7 +35,7 @@ class CountingStop:
     def request_stop(self):
         self.clicks += 1
 
-    def end_at_once(self):
+    def end_unless_double_click(self):
         return True
 
 

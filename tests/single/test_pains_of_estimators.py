@@ -17,7 +17,7 @@ import torch
 from tests.single.training import Here, fit, line, linear, weights, write
 
 from farandole.spark.common import HDFSStore, LocalBackend, Store
-from farandole.stores.local_paths import local_path_warning
+from farandole.stores.local_paths import unshared_path_warning
 
 pytestmark = pytest.mark.timeout(300)
 SEEN = []
@@ -66,12 +66,12 @@ def test_03_no_such_path_on_a_worker_that_does_not_see_the_store(data):
 
 
 def test_04_a_cluster_trains_with_a_store_in_tmp_and_nobody_says_so():
-    told = local_path_warning("file:///tmp/store", ["driver", "worker-1", "worker-2"])
+    told = unshared_path_warning("file:///tmp/store", ["driver", "worker-1", "worker-2"])
     assert told is not None
     assert "the store file:///tmp/store is a local path" in told
     assert "(driver, worker-1, worker-2)" in told
-    assert local_path_warning("file:///tmp/store", ["driver", "driver"]) is None
-    assert local_path_warning("s3://bucket/store", ["driver", "worker"]) is None
+    assert unshared_path_warning("file:///tmp/store", ["driver", "driver"]) is None
+    assert unshared_path_warning("s3://bucket/store", ["driver", "worker"]) is None
 
 
 def test_05_a_checkpoint_cannot_be_written_where_files_are_only_written_whole(data):

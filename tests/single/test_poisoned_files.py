@@ -29,7 +29,7 @@ from farandole.stores.pickle_policy import (
     ALLOW_PICKLE_PARAMETER,
     ALLOW_PICKLE_VARIABLE,
     PickleNotAllowedError,
-    decision_from_env,
+    pickle_decision_from_env,
 )
 
 pytestmark = pytest.mark.timeout(300)
@@ -158,7 +158,7 @@ def test_models_and_estimators_with_code_are_refused_where_that_was_asked_for(
     assert not executed_file.exists()
     monkeypatch.setenv(ALLOW_PICKLE_VARIABLE, "maybe")
     with pytest.raises(ValueError, match="ALLOW_PICKLE must be a boolean"):
-        decision_from_env()
+        pickle_decision_from_env()
 
 
 def test_safe_mode_of_keras_refuses_pickled_classes_before_they_run(executed_file):

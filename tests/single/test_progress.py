@@ -138,7 +138,7 @@ def test_a_number_that_is_missing_is_not_shown(capfd):
         with shown:
             shown.show_report(EPOCH | {"entry": entry})
     assert stream.getvalue() == "epoch 1/3  accuracy 0.5000  1,234 rows/s\n"
-    assert history.flatten_entry(entry) == {"epoch": 0, "accuracy": 0.5}
+    assert history.flatten_history_entry(entry) == {"epoch": 0, "accuracy": 0.5}
     assert "Traceback" not in capfd.readouterr().err
 
 

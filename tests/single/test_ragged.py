@@ -116,7 +116,7 @@ def test_padded_and_nested_rows_are_views_of_the_memory_of_their_batch(tmp_path,
     for number, ragged in enumerate((Pad(7, max_length=2), Pad(7, buckets=3), Nested())):
         data = prepare_data(table, tmp_path / str(number), ragged={"t": ragged})
         how = data.ragged["t"]
-        pad = None if how.nested else {"t": how.reader_padding()}
+        pad = None if how.nested else {"t": how.native_padding_argument()}
         reader = Reader(
             Dataset.open_url(data.train_url), columns=["t"], batch_size=4, shuffle=False, pad=pad
         )

@@ -32,7 +32,7 @@ def listeners(monkeypatch):
 
     def send(record, kind=event_handler.PROGRESS_KIND):
         data = record if isinstance(record, bytes) else json.dumps(record).encode()
-        event_handler.dispatch_record(
+        event_handler.dispatch_worker_record(
             (0, 1), kind, data, training, lambda rank, told: found.progress.append((rank, told))
         )
 
@@ -68,9 +68,9 @@ def test_a_stall_report_becomes_an_event(listeners):
         "by ranks: 0\n"
         "Rank 1 on b waits in no operation. Its Python threads:\n3: [a line of its own]"
     )
-    found = stalls.stall_event(text)
+    found = stalls.parse_stall_report(text)
     assert found == {"what": "stall: others wait for ranks 1, 12", "reason": text}
-    assert stalls.stall_event("allreduces of tensors on GPUs go by CUDA IPC") is None
+    assert stalls.parse_stall_report("allreduces of tensors on GPUs go by CUDA IPC") is None
     listeners.send(found, "event")
     assert listeners.rows == ["event/000001"]
     assert listeners.progress == []

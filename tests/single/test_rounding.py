@@ -14,24 +14,24 @@ from farandole.common.util import (
     Max,
     Sum,
     allows_rounded_sums,
-    choose_op,
-    rounded_op,
-    unrounded_op,
+    resolve_op_argument,
+    engine_op_number,
+    op_of_engine_number,
 )
 from farandole.torch.compression import Compression
 
 
 def test_sums_and_averages_alone_have_a_rounded_form() -> None:
-    assert {op for op in OPERATION_NAMES if rounded_op(op) != op} == {Average, Sum}
-    assert [unrounded_op(rounded_op(op)) for op in OPERATION_NAMES] == list(OPERATION_NAMES)
-    assert rounded_op(Sum, rounds=False) == Sum
-    assert rounded_op(Max) == Max
+    assert {op for op in OPERATION_NAMES if engine_op_number(op) != op} == {Average, Sum}
+    assert [op_of_engine_number(engine_op_number(op)) for op in OPERATION_NAMES] == list(OPERATION_NAMES)
+    assert engine_op_number(Sum, rounds=False) == Sum
+    assert engine_op_number(Max) == Max
 
 
 @pytest.mark.parametrize("op", [Average, Sum])
 def test_a_script_cannot_ask_for_a_rounded_form_by_number(op: int) -> None:
     with pytest.raises(ValueError, match="op must be one of"):
-        choose_op(rounded_op(op), None)
+        resolve_op_argument(engine_op_number(op), None)
 
 
 def test_compressors_to_16_bits_round_and_those_of_a_script_do_as_they_say() -> None:

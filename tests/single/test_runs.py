@@ -24,13 +24,13 @@ from farandole.runner.show.journal import OUTPUT_DIRECTORY
 from farandole.runner.timelines import TRACE_FILE
 from farandole.spark.common import LocalStore
 from farandole.spark.common.runs.driver import RunInUseError, hold_run_lease
-from farandole.spark.job.spill import TaskSpill
+from farandole.spark.job.spill import JobSpillDirectory
 from farandole.stores import durable, lease_files, run_lease
 
 KILLED = """
 import os, sys
-from farandole.spark.job.spill import TaskSpill
-spill = TaskSpill.create_in_store(sys.argv[1])
+from farandole.spark.job.spill import JobSpillDirectory
+spill = JobSpillDirectory.create_in_store(sys.argv[1])
 spill.write_object(b"left")
 os.kill(os.getpid(), 9)
 """
@@ -71,10 +71,10 @@ def test_files_of_a_killed_driver_are_deleted_when_the_next_one_starts(tmp_path)
     assert ended.returncode == -9
     left = list(runs.glob("_spill/*"))
     assert len(left) == 1
-    mine = TaskSpill.create_in_store(str(tmp_path))
+    mine = JobSpillDirectory.create_in_store(str(tmp_path))
     stored = mine.write_object(b"mine")
     assert [path.name for path in runs.glob("_spill/*")] == [mine.url.rpartition("/")[2]]
-    other = TaskSpill.create_in_store(str(tmp_path))
+    other = JobSpillDirectory.create_in_store(str(tmp_path))
     assert mine.read_object(stored) == b"mine", "a driver that lives keeps its own"
     for spill in (mine, other):
         spill.delete_directory()
@@ -87,7 +87,7 @@ def test_leavings_without_a_mark_go_after_a_week(tmp_path):
         file.parent.mkdir(parents=True)
         file.write_bytes(b"x")
         os.utime(file, (time.time() - age,) * 2)
-    spill = TaskSpill.create_in_store(str(tmp_path))
+    spill = JobSpillDirectory.create_in_store(str(tmp_path))
     assert not (tmp_path / "runs/_spill/old").exists()
     assert (tmp_path / "runs/_spill/new").exists()
     spill.delete_directory()
@@ -99,7 +99,7 @@ def test_a_run_of_any_allowed_name_is_not_taken_for_leavings_of_a_job(tmp_path, 
     run.write("checkpoint", b"of years")
     for file in (tmp_path / "runs").rglob("*"):
         os.utime(file, (time.time() - 400 * 86400,) * 2)
-    spill = TaskSpill.create_in_store(str(tmp_path))
+    spill = JobSpillDirectory.create_in_store(str(tmp_path))
     assert run.read("checkpoint") == b"of years"
     spill.delete_directory()
 

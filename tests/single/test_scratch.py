@@ -112,7 +112,7 @@ def test_a_directory_of_another_host_stays_in_a_shared_place(
     names = {"same": "node-a", "other": "node-b"}
     monkeypatch.setattr(scratch, "gethostname", lambda: "node-a")
     monkeypatch.setattr(scratch, "boot_id", lambda: "aaaaaaaa-0")
-    with scratch.open_locked_directory() as made:
+    with scratch.hold_scratch_directory() as made:
         used = made.with_name(made.name + "x") if lock == "free" else made
         used.mkdir(exist_ok=True)
         if lock == "invisible":
@@ -122,7 +122,7 @@ def test_a_directory_of_another_host_stays_in_a_shared_place(
         monkeypatch.setattr(scratch, "gethostname", lambda: names[host.split()[0]])
         same_boot = boot == "same boot"
         monkeypatch.setattr(scratch, "boot_id", lambda: "aaaaaaaa-0" if same_boot else "bbbb-0")
-        with scratch.open_locked_directory():
+        with scratch.hold_scratch_directory():
             gone = not (used / "model.keras").exists()
         may_go = same_boot or (host == "same host" and days > 30)
         assert gone == (may_go and lock != "held")
@@ -132,9 +132,9 @@ def test_the_socket_of_a_fork_server_of_another_host_stays_in_a_shared_place(pla
     for boot, expected in (("aaaaaaaa-0", True), (scratch.boot_id(), False)):
         with monkeypatch.context() as patch:
             patch.setattr(scratch, "boot_id", lambda boot=boot: boot)
-            (place / "warm-1.lock").write_text(f"1 1 {forkserver._pid_namespace()}")
+            (place / "warm-1.lock").write_text(f"1 1 {forkserver._boot_and_pid_namespace()}")
         (place / "warm-1").touch()
-        forkserver.remove_stale_files(place)
+        forkserver.remove_sockets_of_ended_owners(place)
         assert (place / "warm-1").exists() == expected
 
 
@@ -152,7 +152,7 @@ def test_where_nothing_can_be_locked_nothing_is_left_behind(place, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", refused)
     with scratch.temporary_directory() as own:
         assert own.parent == place
-    assert [path for path in place.rglob("*") if path != warm_workers.user_directory()] == []
+    assert [path for path in place.rglob("*") if path != warm_workers.private_user_directory()] == []
 
 
 def take(folder, how):
@@ -178,7 +178,7 @@ def test_a_directory_of_another_user_is_passed_over(place, monkeypatch, how):
     name = f"farandole-{os.getuid()}"
     take(place / name, how)
     for expected in (session / name, home / ".farandole"):
-        assert scratch.user_directory() == expected
+        assert scratch.private_user_directory() == expected
         assert expected.stat().st_mode & 0o777 == 0o700
         expected.rmdir()
         take(expected, how)
@@ -188,7 +188,7 @@ def test_a_directory_of_another_user_is_passed_over(place, monkeypatch, how):
             break
     else:
         with pytest.raises(PermissionError, match=re.escape(str(place / name))):
-            scratch.user_directory()
+            scratch.private_user_directory()
     with scratch.temporary_directory() as own:
         assert own.parent == place, "large files stay in the directory for temporary files"
 

@@ -17,7 +17,7 @@ from tests.single.test_checkpoint_safety import torch_fit
 from tests.single.training import line, write
 
 from farandole._native import store as native
-from farandole.common.commits import pack_commit, unpack_commit
+from farandole.common.commits import pack_commit_archive, unpack_commit_archive
 from farandole.data.prepare import prepare_data
 from farandole.spark.common import LocalStore
 from farandole.spark.common.runs.driver import RunDiffersError
@@ -138,18 +138,18 @@ def test_an_archive_that_unpacks_to_more_than_it_has_is_refused_before_it_is_unp
     assert len(data) < 2 << 20
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(DamagedFileError, match=r"damaged: a commit: .*unpack to"):
-        unpack_commit(data)
+        unpack_commit_archive(data)
     assert "unpack to" in (durable.find_damage(data) or "")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10, "KiB"
     arrays = [np.arange(5.0), np.zeros((2, 3), np.int8)]
-    found, plain = unpack_commit(pack_commit(arrays, {"step": 3}))
+    found, plain = unpack_commit_archive(pack_commit_archive(arrays, {"step": 3}))
     assert plain == {"step": 3}
     assert all(map(np.array_equal, found, arrays))
 
 
 @pytest.mark.parametrize("kind", ["cut", "flipped", "text", "claims", "no plain", "objects"])
 def test_a_damaged_commit_is_named(kind):
-    data = pack_commit([np.arange(100.0)], {"step": 3})
+    data = pack_commit_archive([np.arange(100.0)], {"step": 3})
     file = io.BytesIO()
     if kind == "cut":
         data = data[:-20]
@@ -171,7 +171,7 @@ def test_a_damaged_commit_is_named(kind):
         np.savez(file, plain=np.array([{}], object))
         data = file.getvalue()
     with pytest.raises(DamagedFileError, match="damaged: a commit"):
-        unpack_commit(data)
+        unpack_commit_archive(data)
 
 
 def test_prepared_data_with_damaged_notes_is_prepared_again(tmp_path):

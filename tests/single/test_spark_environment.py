@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.runner.environment import select_variables
+from farandole.runner.environment import split_forwarded_variables
 from farandole.spark import runner
 from farandole.spark.common import SparkBackend
 
@@ -33,7 +33,7 @@ LEFT = {
 
 
 def test_settings_travel_and_secrets_and_the_rest_do_not():
-    taken, left = select_variables(
+    taken, left = split_forwarded_variables(
         {**TAKEN, **LEFT, "CUDA_VISIBLE_DEVICES": "3"}, (), ("CUDA_VISIBLE_DEVICES",)
     )
     assert taken == TAKEN
@@ -41,7 +41,7 @@ def test_settings_travel_and_secrets_and_the_rest_do_not():
 
 
 def test_a_variable_that_the_user_names_travels_whatever_it_is():
-    taken, left = select_variables({**TAKEN, **LEFT}, ["WANDB_*", "HF_TOKEN"], ())
+    taken, left = split_forwarded_variables({**TAKEN, **LEFT}, ["WANDB_*", "HF_TOKEN"], ())
     assert taken == {**TAKEN, "WANDB_API_KEY": "w", "HF_TOKEN": "t"}
     assert "GITHUB_TOKEN" in left
 

@@ -29,7 +29,7 @@ def test_each_job_begins_its_own_timeline(tmp_path):
     with timelines.collect_timelines(tmp_path / "trace.json") as gathering:
         timelines.worker_variables()
         first = gathering._pieces
-        timelines.collect_piece(0, b'{"offset":0,"size":2}\n[]')
+        timelines.collect_timeline_piece(0, b'{"offset":0,"size":2}\n[]')
         assert gathering._has_pieces
         timelines.worker_variables()
         assert gathering._pieces is not first
@@ -72,7 +72,7 @@ def test_of_two_timelines_of_a_rank_in_a_world_the_one_that_started_later_is_tak
     ):
         timelines.worker_variables()
         for index in order:
-            timelines.collect_piece(*sent[index])
+            timelines.collect_timeline_piece(*sent[index])
     assert [row["rank"] for row in gathering.summary["ranks"]] == [0, 1]
     assert gathering.summary.get("incomplete", []) == []
     assert "started at 6000" in path.read_text()
@@ -94,7 +94,7 @@ def test_a_task_may_send_the_timeline_of_another_rank_and_worlds_are_not_compare
     ):
         timelines.worker_variables()
         for task, piece in pieces:
-            timelines.collect_piece(task, piece)
+            timelines.collect_timeline_piece(task, piece)
     assert [row["rank"] for row in gathering.summary["ranks"]] == [0, 1]
     assert "started at 1000" not in path.read_text()
     assert caplog.text == ""
@@ -114,7 +114,7 @@ def test_a_thousand_ranks_are_in_one_file(tmp_path):
     with timelines.collect_timelines(path) as gathering:
         timelines.worker_variables()
         for rank in range(1000):
-            timelines.collect_piece(rank, timeline(rank, 1_000 + rank, size=1000))
+            timelines.collect_timeline_piece(rank, timeline(rank, 1_000 + rank, size=1000))
     assert [row["rank"] for row in gathering.summary["ranks"]] == list(range(1000))
     assert gathering.summary.get("incomplete", []) == []
     events = json.loads(path.read_text())["traceEvents"]

@@ -41,19 +41,19 @@ def seen(monkeypatch):
 
 
 def test_a_rank_takes_the_gpu_of_its_local_rank_once_cuda_is_used(seen):
-    _pin.pin_device()
+    _pin.select_gpu_of_rank()
     assert seen() == [2]
 
 
 def test_ranks_that_outnumber_gpus_share_them(seen, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    _pin.pin_device()
+    _pin.select_gpu_of_rank()
     assert seen() == [0]
 
 
 def test_the_gpu_that_spark_assigned_comes_first(seen, monkeypatch):
     monkeypatch.setenv("FARANDOLE_TASK_RESOURCES", json.dumps({"gpu": ["3"]}))
-    _pin.pin_device()
+    _pin.select_gpu_of_rank()
     assert seen() == [3]
 
 
@@ -65,7 +65,7 @@ def test_a_script_that_has_chosen_or_has_no_choice_is_left_alone(seen, monkeypat
         monkeypatch.setattr(basics, "size", lambda: 1)
     else:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: int(reason == "one"))
-    _pin.pin_device()
+    _pin.select_gpu_of_rank()
     assert seen() == []
 
 
@@ -130,7 +130,7 @@ class OnGpuGathered:
     def __len__(self):
         return 16
 
-    def fetch_into(self, address, stream):
+    def queue_copy_and_free(self, address, stream):
         ctypes.memmove(address, (ctypes.c_float * 4)(1.0, 2.0, 3.0, 4.0), 16)
         self.streams.append(stream)
 
@@ -155,9 +155,9 @@ def test_several_tensors_of_a_stream_ask_for_it_once(monkeypatch):
         _device, "current_stream_handle", lambda ordinal: asked.append(ordinal) or 40 + ordinal
     )
     tensors = [OnGpu(), torch.ones(1), OnGpu()]
-    assert _device.device_locations(tensors) == [(1000, 1040), None, (1000, 1040)]
+    assert _device.gpus_and_streams_of(tensors) == [(1000, 1040), None, (1000, 1040)]
     assert asked == [1000]
-    assert _device.device_locations(tensors[1:2]) is None
+    assert _device.gpus_and_streams_of(tensors[1:2]) is None
 
 
 class Lent(Resident):

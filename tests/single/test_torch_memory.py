@@ -53,13 +53,13 @@ def test_tensors_without_memory_are_cast():
     assert seen.dtype is torch.float16
     assert seen.shape == (2, LARGE)
     with FakeTensorMode():
-        assert _memory.empty_tensor((LARGE,), torch.float32, torch.device("cpu")).shape == (LARGE,)
+        assert _memory.uninitialized_tensor((LARGE,), torch.float32, torch.device("cpu")).shape == (LARGE,)
         assert Compression.bf16.compress(torch.empty(LARGE))[0].dtype is torch.bfloat16
 
 
 def test_large_memory_is_prepared_and_small_is_not(monkeypatch):
     prepared = []
-    monkeypatch.setattr(engine, "prepare_memory", lambda *range_: prepared.append(range_))
+    monkeypatch.setattr(engine, "advise_large_pages", lambda *range_: prepared.append(range_))
     small = _memory.empty_like(torch.empty(LARGE - 1))
     large = _memory.empty_like(torch.empty(LARGE))
     assert prepared == [(large.data_ptr(), large.nbytes)]

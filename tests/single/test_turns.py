@@ -100,11 +100,11 @@ class World:
         for number in self.random.sample(
             range(len(left)), self.random.choice([0, 0, len(left) // 2])
         ):
-            left[number].adopt_agreement([told[other] for other in order], order.index(number))
+            left[number].adopt_agreed_records([told[other] for other in order], order.index(number))
         records = self.records_of_world(left, comers)
         self.ranks = [everybody[number] for number in order]
         for rank, books in enumerate(self.ranks):
-            books.adopt_agreement([records[number] for number in order], rank)
+            books.adopt_agreed_records([records[number] for number in order], rank)
         first = self.ranks[0]
         for books in self.ranks:
             assert (books.position, books.rounds, books.dealt_rounds) == (

@@ -131,12 +131,12 @@ def test_a_workers_whole_life_takes_a_tenth_of_a_second_or_the_time_of_a_few_int
     changes = {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
     }
-    from farandole.runner.agent import worker_environment
+    from farandole.runner.agent import worker_environment_changes
 
     # What a server imports depends on what this process has imported, by other tests for one.
     wanted = warm_workers.choose_warm_workers(True, by_default=True)
-    command = warm_workers.worker_command(
-        wanted, cold, worker_environment({**changes, **env}, {}), os.getpid()
+    command = warm_workers.warm_worker_command(
+        wanted, cold, worker_environment_changes({**changes, **env}, {}), os.getpid()
     )
     assert command[3].endswith("proxy.py")
     times, floors = [], []
@@ -294,7 +294,7 @@ def test_a_server_without_work_leaves(monkeypatch):
 
 
 def test_files_of_killed_servers_are_deleted_when_the_next_one_starts(tmp_path):
-    folder = warm_workers.user_directory()
+    folder = warm_workers.private_user_directory()
     code = f"""
 import sys, torch
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -347,9 +347,9 @@ sys.stdin.read()
 
 
 def test_a_server_that_is_asked_to_end_takes_its_socket_along():
-    before = set(warm_workers.user_directory().iterdir())
+    before = set(warm_workers.private_user_directory().iterdir())
     LocalBackend(1, verbose=0, env={"MALLOC_TOP_PAD_": "262144"}).run(begun)
-    its = set(warm_workers.user_directory().iterdir()) - before
+    its = set(warm_workers.private_user_directory().iterdir()) - before
     assert {path.suffix for path in its} == {"", ".lock"}
     end_servers()
     until(lambda: not any(path.exists() for path in its))
@@ -395,7 +395,7 @@ def test_a_server_that_cannot_fork_or_import_declines_and_workers_come_the_long_
         monkeypatch.setattr(
             warm_workers,
             "choose_warm_workers",
-            lambda *_, preload=preload, **__: warm_workers.WarmWorkers((preload,), 20.0),
+            lambda *_, preload=preload, **__: warm_workers.WarmWorkerSettings((preload,), 20.0),
         )
         ((_, _, pid),) = LocalBackend(1, verbose=0).run(begun)
         assert pid not in servers()

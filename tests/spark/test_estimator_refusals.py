@@ -111,7 +111,7 @@ def test_an_error_names_the_part_of_a_model_that_cannot_be_pickled():
             "metrics[0][0]: cannot pickle",
         ),
     ):
-        told = refused(lambda objects=objects: payload.pack_objects(objects), TypeError)
+        told = refused(lambda objects=objects: payload.pickle_job_objects(objects), TypeError)
         assert told.startswith(f"cannot be pickled for the training processes: {guilty}")
 
 

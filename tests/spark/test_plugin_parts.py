@@ -195,7 +195,7 @@ def test_the_tab_gets_the_timeline_once_it_is_written(java_plugin, tmp_path):
         training.report_run(SparkPlugin(java_plugin), "mine", "run"),
     ):
         timelines.worker_variables()
-        timelines.collect_piece(0, timeline(0, 1_000))
+        timelines.collect_timeline_piece(0, timeline(0, 1_000))
         assert "timeline" not in java_plugin.row("run")
     assert gathering.summary
     assert java_plugin.timelines == [str(path)]
@@ -289,7 +289,7 @@ def test_the_task_that_collects_the_rows_moves_no_rank(java_plugin, loss_reasons
     loss_reasons._next_poll = 0.0
     loss_reasons.poll_messages()
     assert not loss_reasons._training.has_executor("7")
-    assert [loss_reasons._training.executor_of(rank) for rank in range(2)] == ["2", "1"]
+    assert [loss_reasons._training.executor_of_rank(rank) for rank in range(2)] == ["2", "1"]
 
 
 def test_decommissioning_and_failed_stages_of_this_job_are_events(java_plugin, loss_reasons):
@@ -318,14 +318,14 @@ def test_a_meter_says_where_the_time_of_steps_goes():
     meter.begin_epoch()
     for _ in range(4):
         passes(0.1)
-        meter.begin_batch()
+        meter.mark_rows_read()
         passes(0.3)
         with meter.measure_reduction():
             passes(0.2)
         if not meter.has_gradient_sizes:
             meter.set_gradient_sizes(6, 2400)
         meter.end_batch(10)
-    meter.finish_report()
+    meter.report_remaining_means()
     measured = [{name: round(value, 6) for name, value in one.items()} for one in said]
     reduced = {"reduced_tensors": 6, "reduced_bytes": 2400}
     # The first step comes more than two seconds after the meter was made.
@@ -337,13 +337,13 @@ def test_a_meter_says_where_the_time_of_steps_goes():
         meter = StepMeter(True, said.append, lambda: now[0], sees_data=sees_data)
         meter.begin_epoch()
         passes(0.1)
-        meter.begin_batch()
+        meter.mark_rows_read()
         passes(0.3)
         meter.end_batch()
-        meter.finish_report()
+        meter.report_remaining_means()
         assert said.pop().keys() == names, "what nobody measures is not 0"
     off = StepMeter(False, said.append, lambda: now[0])
-    off.begin_batch()
+    off.mark_rows_read()
     off.end_batch(10)
-    off.finish_report()
+    off.report_remaining_means()
     assert len(said) == 2

@@ -22,7 +22,7 @@ class TorchSum(torch.nn.Module):
 
 def torch_predictor(**options):
     return TorchPredictor(
-        model=torch_payload.pack_pickle(TorchSum()),
+        model=torch_payload.pickle_with_tensors(TorchSum()),
         shapes=None,
         dtypes=None,
         use_gpu=False,

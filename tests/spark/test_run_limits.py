@@ -16,7 +16,7 @@ from tests.spark.deployments import PATIENCE, drive
 import farandole.spark
 from farandole.spark.common import LocalStore
 from farandole.spark.common.backend import LocalBackend
-from farandole.spark.job.spill import MAX_INLINE_PICKLE_BYTES, TaskSpill
+from farandole.spark.job.spill import MAX_INLINE_PICKLE_BYTES, JobSpillDirectory
 from farandole.stores.run_names import SPILL_DIRECTORY
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120, func_only=True)]
@@ -72,7 +72,7 @@ def test_a_model_larger_than_a_row_of_spark_is_fitted_and_such_a_result_names_th
 
 
 def test_a_spilled_result_that_was_tampered_with_is_not_unpickled(tmp_path):
-    spill = TaskSpill.create_in_store(LocalStore(str(tmp_path)))
+    spill = JobSpillDirectory.create_in_store(LocalStore(str(tmp_path)))
     stored = spill.write_object(b"\x80\x05N.")
     assert stored.name == hashlib.sha256(b"\x80\x05N.").hexdigest()
     (file,) = tmp_path.rglob(stored.name)

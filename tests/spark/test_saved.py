@@ -70,13 +70,13 @@ def breaking(monkeypatch, saved, call, *, after):
 
 @pytest.mark.parametrize("call", WRITES)
 def test_a_save_that_fails_leaves_the_old_object(spark, save_path, monkeypatch, call):
-    SaveDirectory(save_path, spark).write_save(METADATA, {"weights": b"old"}, overwrite=False)
+    SaveDirectory(save_path, spark).write_object_version(METADATA, {"weights": b"old"}, overwrite=False)
     failing = SaveDirectory(save_path, spark)
     breaking(monkeypatch, failing, call, after=False)
     with pytest.raises(Broken):
-        failing.write_save(METADATA, {"weights": b"new"}, overwrite=True)
+        failing.write_object_version(METADATA, {"weights": b"new"}, overwrite=True)
     assert read(save_path, spark) == {"weights": b"old"}
-    SaveDirectory(save_path, spark).write_save(METADATA, {"weights": b"next"}, overwrite=True)
+    SaveDirectory(save_path, spark).write_object_version(METADATA, {"weights": b"next"}, overwrite=True)
     assert read(save_path, spark) == {"weights": b"next"}
     assert [name.partition("/")[0] for name in files(save_path)] == ["data", "metadata"]
 
@@ -84,26 +84,26 @@ def test_a_save_that_fails_leaves_the_old_object(spark, save_path, monkeypatch, 
 def test_a_process_that_ends_after_its_data_or_metadata_leaves_one_whole_object(
     spark, save_path, monkeypatch
 ):
-    SaveDirectory(save_path, spark).write_save(METADATA, {"weights": b"old"}, overwrite=False)
+    SaveDirectory(save_path, spark).write_object_version(METADATA, {"weights": b"old"}, overwrite=False)
     for call, expected in zip(WRITES, (b"old", b"new"), strict=True):
         failing = SaveDirectory(save_path, spark)
         breaking(monkeypatch, failing, call, after=True)
         with pytest.raises(Broken):
-            failing.write_save(METADATA, {"weights": b"new"}, overwrite=True)
+            failing.write_object_version(METADATA, {"weights": b"new"}, overwrite=True)
         assert read(save_path, spark) == {"weights": expected}
 
 
 def test_a_failed_deletion_is_logged_and_repeated_by_the_next_save(
     spark, save_path, monkeypatch, caplog
 ):
-    SaveDirectory(save_path, spark).write_save(METADATA, {"weights": b"old"}, overwrite=False)
+    SaveDirectory(save_path, spark).write_object_version(METADATA, {"weights": b"old"}, overwrite=False)
     failing = SaveDirectory(save_path, spark)
     breaking(monkeypatch, failing, "delete_entry", after=False)
     with caplog.at_level(logging.WARNING, "farandole"):
-        failing.write_save(METADATA, {"weights": b"new"}, overwrite=True)
+        failing.write_object_version(METADATA, {"weights": b"new"}, overwrite=True)
     assert "could not be deleted" in caplog.text
     assert read(save_path, spark) == {"weights": b"new"}
-    SaveDirectory(save_path, spark).write_save(METADATA, {"weights": b"newest"}, overwrite=True)
+    SaveDirectory(save_path, spark).write_object_version(METADATA, {"weights": b"newest"}, overwrite=True)
     assert read(save_path, spark) == {"weights": b"newest"}
     assert len(files(save_path)) == 2
 
@@ -126,7 +126,7 @@ def test_files_of_others_are_never_deleted_where_no_object_is(spark, save_path, 
     theirs.write("data/save=0123/part-0.parquet", b"remains of a save that was cut off")
     shown = name if name.startswith(("data/", "metadata/")) else name.partition("/")[0]
     with pytest.raises(FileExistsError, match=re.escape(shown)) if overwrite else suppress(OSError):
-        SaveDirectory(save_path, spark).write_save(METADATA, {"weights": b"x"}, overwrite=overwrite)
+        SaveDirectory(save_path, spark).write_object_version(METADATA, {"weights": b"x"}, overwrite=overwrite)
     assert theirs.read(name) == b"of the user"
     if overwrite:
         assert files(save_path) == sorted([name, "data/save=0123/part-0.parquet"])
@@ -134,7 +134,7 @@ def test_files_of_others_are_never_deleted_where_no_object_is(spark, save_path, 
 
 def test_a_save_that_does_not_overwrite_deletes_nothing(spark, tmp_path):
     (tmp_path / "notes.txt").write_text("of the user")
-    SaveDirectory(str(tmp_path), spark).write_save(METADATA, {"weights": b"x"}, overwrite=False)
+    SaveDirectory(str(tmp_path), spark).write_object_version(METADATA, {"weights": b"x"}, overwrite=False)
     assert (tmp_path / "notes.txt").read_text() == "of the user"
     assert read(str(tmp_path), spark) == {"weights": b"x"}
 
@@ -144,8 +144,8 @@ def test_remains_of_a_first_save_that_was_cut_off_are_replaced(spark, save_path,
         failing = SaveDirectory(save_path, spark)
         breaking(monkeypatch, failing, call, after=call == WRITES[0])
         with pytest.raises(Broken):
-            failing.write_save(METADATA, {"weights": b"cut"}, overwrite=True)
-    SaveDirectory(save_path, spark).write_save(METADATA, {"weights": b"new"}, overwrite=True)
+            failing.write_object_version(METADATA, {"weights": b"cut"}, overwrite=True)
+    SaveDirectory(save_path, spark).write_object_version(METADATA, {"weights": b"new"}, overwrite=True)
     assert read(save_path, spark) == {"weights": b"new"}
     assert len(files(save_path)) == 2
 
@@ -157,7 +157,7 @@ def test_objects_of_the_earlier_layout_are_read_and_replaced(spark, save_path):
     )
     old.write("metadata/part-00000.txt", text.encode() + b"\n")
     assert read(save_path, spark) == {"weights": b"earlier"}
-    SaveDirectory(save_path, spark).write_save(METADATA, {"weights": b"new"}, overwrite=True)
+    SaveDirectory(save_path, spark).write_object_version(METADATA, {"weights": b"new"}, overwrite=True)
     assert read(save_path, spark) == {"weights": b"new"}
     assert len(files(save_path)) == 2
 
@@ -165,7 +165,7 @@ def test_objects_of_the_earlier_layout_are_read_and_replaced(spark, save_path):
 def test_earlier_versions_read_what_is_written_now(spark, tmp_path):
     save_path = f"{tmp_path}/object"
     for data in (b"one", b"two"):
-        SaveDirectory(save_path, spark).write_save(METADATA, {"weights": data}, overwrite=True)
+        SaveDirectory(save_path, spark).write_object_version(METADATA, {"weights": data}, overwrite=True)
     (row,) = spark.read.parquet(f"{save_path}/data").collect()
     assert (row.part, row.chunk, bytes(row.bytes)) == ("weights", 0, b"two")
     assert json.loads(spark.read.text(f"{save_path}/metadata").first()[0])["class"] == "an.Object"
@@ -173,7 +173,7 @@ def test_earlier_versions_read_what_is_written_now(spark, tmp_path):
 
 def test_a_save_of_a_newer_format_is_refused(spark, save_path, monkeypatch):
     monkeypatch.setattr(module, "FORMAT_VERSION", module.FORMAT_VERSION + 1)
-    SaveDirectory(save_path, spark).write_save(METADATA, {"weights": b"newer"}, overwrite=False)
+    SaveDirectory(save_path, spark).write_object_version(METADATA, {"weights": b"newer"}, overwrite=False)
     monkeypatch.undo()
     with pytest.raises(
         ValueError,
@@ -184,7 +184,7 @@ def test_a_save_of_a_newer_format_is_refused(spark, save_path, monkeypatch):
 
 
 def test_metadata_cannot_point_outside(spark, save_path):
-    SaveDirectory(save_path, spark).write_save(METADATA, {}, overwrite=False)
+    SaveDirectory(save_path, spark).write_object_version(METADATA, {}, overwrite=False)
     found = SaveDirectory(save_path, spark)
     metadata = found.read_metadata() | {"save": {"data": "data/../../elsewhere", "number": 9}}
     with pytest.raises(ValueError, match="names no directory of its data"):
@@ -196,7 +196,7 @@ def damaged(save_path, spark, table):
     file = pa.BufferOutputStream()
     pq.write_table(table, file, compression="zstd", row_group_size=1 << 20)
     save = SaveDirectory(save_path, spark)
-    save.write_save(METADATA, {"weights": b"sound"}, overwrite=False)
+    save.write_object_version(METADATA, {"weights": b"sound"}, overwrite=False)
     directory = save.read_metadata()["save"]["data"]
     store = native.Store(save_path)
     for name, _ in store.list():
@@ -244,7 +244,7 @@ def test_a_relative_path_is_synchronized_where_spark_writes_it(spark, tmp_path, 
     elsewhere = tmp_path / "some" / "other" / "directory"
     elsewhere.mkdir(parents=True)
     monkeypatch.chdir(elsewhere)
-    SaveDirectory(save_path, spark).write_save(METADATA, {"weights": b"here"}, overwrite=False)
+    SaveDirectory(save_path, spark).write_object_version(METADATA, {"weights": b"here"}, overwrite=False)
     assert (tmp_path / "object" / "metadata").is_dir()
     assert synchronized == [tmp_path / "object"] * 2
 
@@ -259,7 +259,7 @@ def test_files_with_other_columns_are_an_error_that_names_the_place(spark, save_
 def test_a_file_takes_no_more_memory_than_its_largest_row_and_no_more_bytes_than_its_rows(
     spark, save_path
 ):
-    SaveDirectory(save_path, spark).write_save(
+    SaveDirectory(save_path, spark).write_object_version(
         METADATA, {"weights": bytes(40 << 20), "rest": b""}, overwrite=False
     )
     assert read(save_path, spark) == {"weights": bytes(40 << 20), "rest": b""}
@@ -281,9 +281,9 @@ def test_no_file_holds_the_consent_to_run_it(spark, tmp_path):
     forged = {
         name: metadata[name] | {"allow_pickle": True} for name in ("paramMap", "defaultParamMap")
     }
-    objects = payload.unpack_pickle(found.read_parts(metadata)["objects"]) | {"allow_pickle": True}
-    SaveDirectory(save_path, spark).write_save(
-        metadata | forged, {"objects": payload.pack_pickle(objects)}, overwrite=True
+    objects = payload.unpickle_on_cpu(found.read_parts(metadata)["objects"]) | {"allow_pickle": True}
+    SaveDirectory(save_path, spark).write_object_version(
+        metadata | forged, {"objects": payload.pickle_with_tensors(objects)}, overwrite=True
     )
     loaded = LightningEstimator.load(save_path)
     assert (loaded.getEpochs(), loaded.getAllowPickle()) == (3, None)
@@ -305,7 +305,7 @@ def test_a_model_and_its_pipeline_are_overwritten_and_what_was_cut_off_is_ignore
     model(1.0).write().overwrite().save(path)
     with monkeypatch.context() as patch:
         patch.setattr(
-            module._SparkFiles, "write_text", lambda *_: (_ for _ in ()).throw(Broken("full"))
+            module._SparkSaveFiles, "write_text", lambda *_: (_ for _ in ()).throw(Broken("full"))
         )
         with pytest.raises(Broken):
             model(2.0).write().overwrite().save(path)

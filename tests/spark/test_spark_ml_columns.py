@@ -25,7 +25,7 @@ from tests.single.training import Here
 from farandole.data import Pad, ParquetLoader, frame_loader, statistics_of
 from farandole.data import prepare_data as prepare_frame
 from farandole.data.columns import ColumnRoles
-from farandole.data.splits import resolve_split
+from farandole.data.splits import resolve_validation_split
 from farandole.spark.common import LocalStore
 from farandole.spark.common.data.prepare import prepare_data
 from farandole.spark.common.model import base as model_module
@@ -325,7 +325,7 @@ def test_a_split_holds_the_same_rows_out_on_spark_as_without(spark, tmp_path, by
         return sorted(next(iter(ParquetLoader(url, 1000, ["id"])))["id"].tolist())
 
     roles = ColumnRoles(features=("id", "day"), labels=(), validation=0.25)
-    split = resolve_split(
+    split = resolve_validation_split(
         0.25, *(column if by == one else None for one in ("stratify", "group", "time")), 3
     )
     with prepare_data(

@@ -70,7 +70,7 @@ def test_an_overwriting_save_that_fails_leaves_an_object(store, monkeypatch, cal
         writing = save_directory.SaveDirectory(place, None)
         for name in broken:
             breaking(monkeypatch, writing, name, after=after)
-        writing.write_save(METADATA, {"weights": data}, overwrite=True)
+        writing.write_object_version(METADATA, {"weights": data}, overwrite=True)
 
     def found():
         reading = save_directory.SaveDirectory(place, None)

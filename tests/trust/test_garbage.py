@@ -104,7 +104,7 @@ def test_a_damaged_file_of_tensors_is_an_error_and_takes_no_memory():
 
 def test_a_damaged_saved_object_is_an_error_and_takes_no_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(save_directory, "_BASE_ROW_BYTES", 8 << 20)
-    files = save_directory._StoreFiles(native.Store(str(tmp_path)))
+    files = save_directory._StoreSaveFiles(native.Store(str(tmp_path)))
     rows = [
         (part, chunk, bytearray(part.encode() * 2_000))
         for part in ("state", "objects")
@@ -310,7 +310,7 @@ def forks(tmp_path, monkeypatch):
     """Yields the socket of a fork server that has imported little, and its process id."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     place = tmp_path / "w"
-    told = warm_workers.WarmWorkers(("json",), 30.0)
+    told = warm_workers.WarmWorkerSettings(("json",), 30.0)
     warm_workers._start_server(told, sys.executable, dict(os.environ), os.getpid(), place)
     pid = int(_server_of(place))
     yield place, pid

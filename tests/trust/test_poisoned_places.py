@@ -385,7 +385,7 @@ def test_no_file_of_a_saved_object_has_its_code_run_where_that_was_asked_for(
     metadata = reader.read_metadata()
     parts = reader.read_parts(metadata)
     for name in parts:
-        SaveDirectory(str(folder), spark).write_save(
+        SaveDirectory(str(folder), spark).write_object_version(
             metadata, parts | {name: poison(executed_file)}, overwrite=True
         )
         with contextlib.suppress(Exception):

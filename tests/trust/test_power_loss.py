@@ -222,7 +222,7 @@ def sync_names(folder):
     contents.
     """
     for place, _, _ in os.walk(folder):
-        durable.DurableFiles().sync_path(Path(place))
+        durable.DurableFileOperations().fsync_path(Path(place))
 
 
 @needs
@@ -239,7 +239,7 @@ def test_a_loss_of_power_at_every_step_of_a_save_leaves_a_whole_model(
     def step(_name):
         # The worst of what the kernel may write back by itself: the metadata without the data.
         for path in (place / "metadata").iterdir():
-            durable.DurableFiles().sync_path(path)
+            durable.DurableFileOperations().fsync_path(path)
         sync_names(folder)
         with lose_power() as after:
             left = save_directory.SaveDirectory(str(after / "model"), session)
@@ -247,13 +247,13 @@ def test_a_loss_of_power_at_every_step_of_a_save_leaves_a_whole_model(
             assert left.read_parts(found) == {"weights": weights[found["n"]]}
             steps.append(found["n"])
 
-    save_directory.SaveDirectory(str(place), session).write_save(
+    save_directory.SaveDirectory(str(place), session).write_object_version(
         {"class": "m", "n": 0}, {"weights": weights[0]}, overwrite=False
     )
     second = save_directory.SaveDirectory(str(place), session)
     for call in ("write_rows", "write_text", "delete_entry"):
         followed(monkeypatch, second._files, call, step)
-    second.write_save({"class": "m", "n": 1}, {"weights": weights[1]}, overwrite=True)
+    second.write_object_version({"class": "m", "n": 1}, {"weights": weights[1]}, overwrite=True)
     assert steps[:2] == [0, 1]
     assert set(steps[2:]) == {1}
 
@@ -268,7 +268,7 @@ def test_a_model_that_was_saved_is_there_and_so_is_one_that_is_saved_over_it(
     folder, lose_power = disk
     for number in range(2):
         metadata = {"class": "m", "n": number}
-        save_directory.SaveDirectory(str(folder / "model"), session).write_save(
+        save_directory.SaveDirectory(str(folder / "model"), session).write_object_version(
             metadata, {"weights": b"%d" % number}, overwrite=True
         )
         with lose_power() as after:

@@ -95,7 +95,7 @@ class Experiment:
         store.write_text(self.note, "mine")
 
     def save_model(self, data: bytes) -> None:
-        save_directory.SaveDirectory(self.model, None).write_save(
+        save_directory.SaveDirectory(self.model, None).write_object_version(
             METADATA, {"weights": data}, overwrite=True
         )
 
@@ -119,8 +119,8 @@ class Experiment:
         commits = StoredCommits(self.store, "elastic", 1)
         commits.acquire_lease()
         try:
-            commits.start_write(1, lambda: TWO, lambda: None)
-            error = commits.wait_for_write()
+            commits.start_commit_write(1, lambda: TWO, lambda: None)
+            error = commits.wait_for_commit_write()
             if error is not None:
                 raise error
             assert commits.read_last_commit() == TWO

@@ -26,7 +26,7 @@ class Fake:
     def request_stop(self) -> None:
         self.calls.append("ask")
 
-    def end_at_once(self) -> None:
+    def end_unless_double_click(self) -> None:
         self.calls.append("interrupt")
 
 

@@ -7,9 +7,9 @@ use std::io;
 
 use anyhow::Result;
 use clap::Command;
-use farandole::launcher::{AgentHello, serve_host};
+use farandole::launcher::{AgentHello, serve_one_launcher};
 
-use crate::host_interpreter::HostInterpreter;
+use crate::embedding_interpreter::EmbeddingInterpreter;
 
 pub(crate) fn build_command() -> Command {
     Command::new("agent")
@@ -21,8 +21,12 @@ pub(crate) fn build_command() -> Command {
 }
 
 /// Serves until the launcher is gone or all workers have ended.
-pub(crate) fn run_agent(surroundings: &dyn HostInterpreter) -> Result<i32> {
+pub(crate) fn run_agent(surroundings: &dyn EmbeddingInterpreter) -> Result<i32> {
     let python = surroundings.installation();
-    serve_host(&AgentHello::new(python.version, python.executable), io::stdin(), io::stdout())?;
+    serve_one_launcher(
+        &AgentHello::new(python.version, python.executable),
+        io::stdin(),
+        io::stdout(),
+    )?;
     Ok(0)
 }

@@ -14,7 +14,7 @@ use farandole::config::{Config, environment_variable};
 use farandole::launcher::StaticJob;
 use farandole::telemetry::{OutputStream, RecordSink, WorkerRecord};
 
-use crate::host_interpreter::HostInterpreter;
+use crate::embedding_interpreter::EmbeddingInterpreter;
 
 /// The module that a rank runs.
 const WORKER_ARGUMENTS: [&str; 2] = ["-m", "farandole.runner.bench"];
@@ -98,7 +98,10 @@ pub(crate) fn build_command() -> Command {
 }
 
 /// Runs the command; returns the exit status of the first failure.
-pub(crate) fn run_bench(matches: &ArgMatches, surroundings: &dyn HostInterpreter) -> Result<i32> {
+pub(crate) fn run_bench(
+    matches: &ArgMatches,
+    surroundings: &dyn EmbeddingInterpreter,
+) -> Result<i32> {
     let text = |name: &str| matches.get_one::<String>(name).cloned().unwrap_or_default();
     let num_proc = matches.get_one("num_proc").copied().unwrap_or_default();
     let iterations: u32 = matches.get_one("iterations").copied().unwrap_or_default();
@@ -116,7 +119,7 @@ pub(crate) fn run_bench(matches: &ArgMatches, surroundings: &dyn HostInterpreter
         command.extend(["--write".to_owned(), file.clone()]);
     }
     let config = Config::read(environment_variable, &BTreeMap::new())?;
-    let job = StaticJob::on_this_host(num_proc, command, BTreeMap::new(), config);
+    let job = StaticJob::job_on_this_host(num_proc, command, BTreeMap::new(), config);
     let table = Arc::new(BenchTable {
         operation: text("operation"),
         dtype: text("dtype"),
@@ -126,7 +129,7 @@ pub(crate) fn run_bench(matches: &ArgMatches, surroundings: &dyn HostInterpreter
     });
     table.print_header();
     let sink: Arc<dyn RecordSink> = Arc::clone(&table) as Arc<dyn RecordSink>;
-    let report = job.run(&sink, &|| surroundings.requested_stop())?;
+    let report = job.run(&sink, &|| surroundings.requested_stop_level())?;
     if let Some(reason) = report.failure_reason() {
         bail!("{reason}");
     }

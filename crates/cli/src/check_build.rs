@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use farandole::config::Config;
 use farandole::cuda::{LibrarySearchPath, detect_driver_and_nccl_version};
 
-use crate::host_interpreter::{PythonDistribution, PythonInstallation};
+use crate::embedding_interpreter::{PythonDistribution, PythonInstallation};
 
 /// Returns the features of this installation; `modules` has the distributions of each module.
 pub(crate) fn check_build(

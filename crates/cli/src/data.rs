@@ -9,7 +9,7 @@ use std::io::Write as _;
 use anyhow::Result;
 use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
 
-use crate::host_interpreter::HostInterpreter;
+use crate::embedding_interpreter::EmbeddingInterpreter;
 
 /// Module that does the work: its `main` takes the name of the subcommand and its arguments.
 const DATA_MODULE: &str = "farandole.data.command";
@@ -189,7 +189,10 @@ pub(crate) fn build_command() -> Command {
 }
 
 /// Runs the command.
-pub(crate) fn run_data(matches: &ArgMatches, surroundings: &dyn HostInterpreter) -> Result<i32> {
+pub(crate) fn run_data(
+    matches: &ArgMatches,
+    surroundings: &dyn EmbeddingInterpreter,
+) -> Result<i32> {
     let Some((name, matches)) = matches.subcommand() else { anyhow::bail!("no such command") };
     let mut words = vec![name.to_owned()];
     for id in matches.ids().map(clap::Id::as_str) {
@@ -207,7 +210,7 @@ pub(crate) fn run_data(matches: &ArgMatches, surroundings: &dyn HostInterpreter)
             words.push(format!("{id}="));
         }
     }
-    match surroundings.call_main(DATA_MODULE, &words) {
+    match surroundings.call_python_main(DATA_MODULE, &words) {
         Ok(status) => Ok(status),
         Err(message) => {
             // `eprintln!` would panic if the standard error is closed.
@@ -225,17 +228,17 @@ mod tests {
     use farandole::launcher::StopLevel;
 
     use super::*;
-    use crate::host_interpreter::{PythonDistribution, PythonInstallation};
+    use crate::embedding_interpreter::{PythonDistribution, PythonInstallation};
 
     #[derive(Default)]
     struct RecordedCalls(RefCell<Vec<String>>);
 
-    impl HostInterpreter for RecordedCalls {
+    impl EmbeddingInterpreter for RecordedCalls {
         fn package_folder(&self) -> std::path::PathBuf {
             std::path::PathBuf::new()
         }
 
-        fn requested_stop(&self) -> StopLevel {
+        fn requested_stop_level(&self) -> StopLevel {
             StopLevel::Continue
         }
 
@@ -247,7 +250,7 @@ mod tests {
             PythonInstallation::default()
         }
 
-        fn call_main(&self, module: &str, words: &[String]) -> Result<i32, String> {
+        fn call_python_main(&self, module: &str, words: &[String]) -> Result<i32, String> {
             assert_eq!(module, DATA_MODULE);
             self.0.replace(words.to_vec());
             if words.len() > 3 { Ok(0) } else { Err("no".to_owned()) }

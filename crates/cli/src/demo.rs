@@ -7,7 +7,7 @@
 use anyhow::Result;
 use clap::{Arg, ArgAction, ArgMatches, Command};
 
-use crate::host_interpreter::HostInterpreter;
+use crate::embedding_interpreter::EmbeddingInterpreter;
 
 /// Module that does the work: its `main` takes the store, then `local` to run without Spark.
 const DEMO_MODULE: &str = "farandole.spark.demo";
@@ -30,11 +30,14 @@ pub(crate) fn build_command() -> Command {
 }
 
 /// Runs the command.
-pub(crate) fn run_demo(matches: &ArgMatches, surroundings: &dyn HostInterpreter) -> Result<i32> {
+pub(crate) fn run_demo(
+    matches: &ArgMatches,
+    surroundings: &dyn EmbeddingInterpreter,
+) -> Result<i32> {
     let store = matches.get_one::<String>("store").cloned().unwrap_or_default();
     let local = matches.get_flag("local").then(|| "local".to_owned());
     let words: Vec<String> = std::iter::once(store).chain(local).collect();
-    surroundings.call_main(DEMO_MODULE, &words).map_err(anyhow::Error::msg)
+    surroundings.call_python_main(DEMO_MODULE, &words).map_err(anyhow::Error::msg)
 }
 
 #[cfg(test)]

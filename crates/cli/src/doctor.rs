@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
 use farandole::config::{Config, PortRange, environment_variable};
-use farandole::cuda::{CudaFinding, CudaLibrary, LibrarySearchPath, collect_inventory};
+use farandole::cuda::{CudaInventoryEntry, CudaLibrary, LibrarySearchPath, collect_inventory};
 use farandole::launcher::allocation::LocalEnvironment;
 use farandole::launcher::{StaticJob, StopLevel};
 use farandole::registrar::{PROTOCOL_VERSION, Registrar, RegistrarOptions, TaskClient, host};
@@ -25,7 +25,7 @@ use farandole::world::{Rank, TaskId};
 
 use self::page::DoctorPage;
 use crate::console::ConsoleSink;
-use crate::host_interpreter::{HostInterpreter, PythonDistribution, PythonInstallation};
+use crate::embedding_interpreter::{EmbeddingInterpreter, PythonDistribution, PythonInstallation};
 
 /// Longest time for one trial.
 const TRIAL_TIMEOUT: Duration = Duration::from_secs(20);
@@ -49,7 +49,7 @@ const SPARK_PACKAGES: &[(&str, &str, &str)] = &[
 ];
 
 /// Prints the page; returns the exit status, 1 if there are problems.
-pub(crate) fn run_doctor(surroundings: &dyn HostInterpreter) -> Result<i32> {
+pub(crate) fn run_doctor(surroundings: &dyn EmbeddingInterpreter) -> Result<i32> {
     let page = examine_host(&surroundings.installation(), &surroundings.module_distributions());
     let mut out = std::io::stdout().lock();
     write!(out, "{}", page.text).context("write to stdout")?;
@@ -253,7 +253,7 @@ fn check_devices(page: &mut DoctorPage, python: &PythonInstallation) {
     places.packages.extend(python.folders.iter().cloned());
     // A missing library is no problem: without it, tensors on a GPU go through host memory.
     let findings = collect_inventory(&places);
-    for CudaFinding { name, works, detail } in &findings {
+    for CudaInventoryEntry { name, works, detail } in &findings {
         page.add_check(*works, name, detail);
     }
     let chosen = Config::from_env().map(|config| config.gpu_tensors).unwrap_or_default();
@@ -309,7 +309,7 @@ fn try_launching(page: &mut DoctorPage) {
         || {
             // The test shows that workers get their variables, too.
             let command = ["/bin/sh", "-c", "test \"$WORLD_SIZE\" = 2"].map(str::to_owned).to_vec();
-            let job = StaticJob::on_this_host(
+            let job = StaticJob::job_on_this_host(
                 2,
                 command,
                 std::collections::BTreeMap::new(),

@@ -10,12 +10,12 @@
 //! ranks, `doctor` checks this machine, `simulate` computes the times of operations on a simulated
 //! cluster. The crate contains no library logic: it parses arguments, calls the facade and
 //! prints. It is linked into the Python extension, which passes an interpreter through
-//! [`HostInterpreter`]; there is no second binary.
+//! [`EmbeddingInterpreter`]; there is no second binary.
 //!
 //! ```text
 //! arguments ── clap ─┬─> run, bench, doctor, store, ui, explain, simulate, timeline, agent
 //!                    │      └──> facade (Rust)
-//!                    └─> demo, data ──> HostInterpreter ──> Python package
+//!                    └─> demo, data ──> EmbeddingInterpreter ──> Python package
 //! ```
 //!
 //! Invariants:
@@ -35,8 +35,8 @@ mod console;
 mod data;
 mod demo;
 mod doctor;
+mod embedding_interpreter;
 mod explain;
-mod host_interpreter;
 mod logging;
 mod message;
 #[cfg(test)]
@@ -47,15 +47,17 @@ mod store;
 mod timeline;
 mod ui;
 
-pub use host_interpreter::{HostInterpreter, JobViewer, PythonDistribution, PythonInstallation};
+pub use embedding_interpreter::{
+    EmbeddingInterpreter, JobViewer, PythonDistribution, PythonInstallation,
+};
 
 /// Name of the drop-in command.
 const HOROVODRUN_NAME: &str = "horovodrun";
 
 /// Runs the command; returns the exit status. `argv` starts with the name of the program. If that
 /// is `horovodrun`, the subcommand is `run`.
-pub fn main(argv: &[String], surroundings: &dyn HostInterpreter) -> i32 {
-    logging::install_from_environment();
+pub fn main(argv: &[String], surroundings: &dyn EmbeddingInterpreter) -> i32 {
+    logging::install_logging_from_environment();
     let drop_in = argv.first().is_some_and(|name| name == HOROVODRUN_NAME);
     let called = if drop_in { HOROVODRUN_NAME } else { "farandole" };
     let (subcommand, matches) = match arguments::parse_arguments(argv, drop_in) {

@@ -14,7 +14,7 @@ pub(crate) fn install_logging(level: LogLevel, hide_time: bool) {
 
 /// Configures logging from the environment. Invalid values are ignored here: the command that reads
 /// the variable reports them.
-pub(crate) fn install_from_environment() {
+pub(crate) fn install_logging_from_environment() {
     match Config::from_env() {
         Ok(config) => install_logging(config.log_level, config.log_hide_time),
         Err(_) => install_logging(LogLevel::Warning, false),

@@ -122,7 +122,7 @@ pub(crate) fn run_simulate(matches: &ArgMatches) -> Result<i32> {
 }
 
 fn simulate_cluster(matches: &ArgMatches) -> Result<SimulationReport> {
-    let cluster = read_cluster(matches)?;
+    let cluster = cluster_from_arguments(matches)?;
     // A job reads the same variables: the simulation chooses the algorithms that the job would
     // choose.
     let config = Config::read(environment_variable, &BTreeMap::new())?;
@@ -138,7 +138,7 @@ fn simulate_cluster(matches: &ArgMatches) -> Result<SimulationReport> {
         match matches.get_one::<String>("model").and_then(|name| ModelProfile::from_name(name)) {
             None => None,
             Some(model) => {
-                let timing = read_timing(matches, &model)?;
+                let timing = pass_timing_from_arguments(matches, &model)?;
                 let threshold = config.fusion_threshold;
                 let step =
                     StepEstimate::simulate(&mut collective, &control, &model, timing, threshold)?;
@@ -171,7 +171,7 @@ fn save_file(
     saved
 }
 
-fn read_cluster(matches: &ArgMatches) -> Result<SimulatedCluster> {
+fn cluster_from_arguments(matches: &ArgMatches) -> Result<SimulatedCluster> {
     let count = |name: &str| matches.get_one::<u32>(name).copied().unwrap_or_default();
     let number = |name: &str| matches.get_one::<f64>(name).copied().unwrap_or_default();
     let stragglers = count("stragglers");
@@ -193,7 +193,7 @@ fn read_cluster(matches: &ArgMatches) -> Result<SimulatedCluster> {
     Ok(cluster)
 }
 
-fn read_timing(matches: &ArgMatches, model: &ModelProfile) -> Result<PassTiming> {
+fn pass_timing_from_arguments(matches: &ArgMatches, model: &ModelProfile) -> Result<PassTiming> {
     let pass = |name: &'static str, default: Duration| match matches.get_one::<f64>(name) {
         None => Ok(default),
         Some(milliseconds) => {
@@ -358,17 +358,18 @@ mod tests {
     fn arguments_become_a_cluster() {
         let line = "--ranks 16 --hosts 4 --bandwidth 100 --latency 5 --interfaces 2 --loss 0.01 \
                     --stragglers 1";
-        let found = read_cluster(&read(line).unwrap()).unwrap();
+        let found = cluster_from_arguments(&read(line).unwrap()).unwrap();
         assert_eq!((found.ranks, found.hosts, found.interfaces, found.stragglers), (16, 4, 2, 1));
         assert_eq!((found.bandwidth, found.latency), (12.5e9, Duration::from_micros(5)));
         assert_eq!((found.loss, found.slowdown), (0.01, 1.5));
-        let alike = read_cluster(&read("--ranks 2 --hosts 2").unwrap()).unwrap();
+        let alike = cluster_from_arguments(&read("--ranks 2 --hosts 2").unwrap()).unwrap();
         assert_eq!(alike.slowdown, 1.0, "nobody is slow");
     }
 
     #[test]
     fn an_invalid_argument_is_refused_by_name() {
-        let error_text = |line: &str| read_cluster(&read(line).unwrap()).unwrap_err().to_string();
+        let error_text =
+            |line: &str| cluster_from_arguments(&read(line).unwrap()).unwrap_err().to_string();
         assert_eq!(
             error_text("--ranks 8 --hosts 3"),
             "the number of hosts must be a divisor of the number of ranks: 3"

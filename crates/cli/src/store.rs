@@ -141,7 +141,7 @@ fn is_indirect_value(value: &str) -> bool {
 
 /// Returns the options of the file and of the command line, each with its real value. The command
 /// line has priority.
-fn read_options(
+fn read_storage_options(
     given: Vec<(String, String)>,
     file: Option<&str>,
     input: &mut impl BufRead,
@@ -166,13 +166,13 @@ fn read_options(
     }
     // In the order of the command line, because each `-` takes the next line of the input.
     for (key, value) in given {
-        let value = resolve_value(&key, value, input)?;
+        let value = resolve_option_value(&key, value, input)?;
         options.insert(key, value);
     }
     Ok(options)
 }
 
-fn resolve_value(key: &str, value: String, input: &mut impl BufRead) -> Result<String> {
+fn resolve_option_value(key: &str, value: String, input: &mut impl BufRead) -> Result<String> {
     let text = if let Some(name) = value.strip_prefix("env:") {
         environment_variable(name)
             .with_context(|| format!("the variable for option {key} is not set: {name}"))?
@@ -236,7 +236,7 @@ pub(crate) fn configure_stores(matches: &ArgMatches, urls: &[String]) -> Result<
         );
     }
     let file = matches.get_one::<String>("option-file").map(String::as_str);
-    let options = read_options(given, file, &mut std::io::stdin().lock())?;
+    let options = read_storage_options(given, file, &mut std::io::stdin().lock())?;
     if !options.is_empty() {
         urls.iter().for_each(|url| configure_options(url, BackendOptions(options.clone())));
     }
@@ -271,7 +271,7 @@ pub(crate) fn run_store(matches: &ArgMatches) -> Result<i32> {
             let state = if dry { "would go" } else { "deleted" };
             stale
                 .into_iter()
-                .map(|one| StoreRow {
+                .map(|one| StoreListingRow {
                     path: one.path,
                     files: Some(one.files),
                     bytes: one.bytes,
@@ -285,20 +285,20 @@ pub(crate) fn run_store(matches: &ArgMatches) -> Result<i32> {
 }
 
 /// A line of output.
-struct StoreRow {
+struct StoreListingRow {
     path: String,
     files: Option<usize>,
     bytes: u64,
     note: String,
 }
 
-fn list_directory(store: &Store) -> Result<Vec<StoreRow>> {
+fn list_directory(store: &Store) -> Result<Vec<StoreListingRow>> {
     let items = store.list_directory("")?;
     // A missing directory has an empty listing, too.
     if items.is_empty() && !store.exists("")? {
         bail!("there is nothing here: {}", store.url());
     }
-    let row = |item: farandole::store::DirectoryItem| StoreRow {
+    let row = |item: farandole::store::DirectoryItem| StoreListingRow {
         path: if item.is_directory { format!("{}/", item.name) } else { item.name },
         files: None,
         bytes: item.bytes,
@@ -307,7 +307,7 @@ fn list_directory(store: &Store) -> Result<Vec<StoreRow>> {
     Ok(items.into_iter().map(row).collect())
 }
 
-fn directory_usage(store: &Store) -> Result<Vec<StoreRow>> {
+fn directory_usage(store: &Store) -> Result<Vec<StoreListingRow>> {
     let mut sums: BTreeMap<String, (usize, u64)> = BTreeMap::new();
     // `list` would fail for a symbolic link to a directory.
     for entry in store.list_with_links("")?.0 {
@@ -332,11 +332,11 @@ fn directory_usage(store: &Store) -> Result<Vec<StoreRow>> {
         } else {
             String::new()
         };
-        rows.push(StoreRow { path, files: Some(files), bytes, note });
+        rows.push(StoreListingRow { path, files: Some(files), bytes, note });
     }
     let (files, bytes) =
         rows.iter().fold((0, 0), |sum, row| (sum.0 + row.files.unwrap_or(0), sum.1 + row.bytes));
-    rows.push(StoreRow {
+    rows.push(StoreListingRow {
         path: "total".to_owned(),
         files: Some(files),
         bytes,
@@ -384,7 +384,7 @@ fn format_size(bytes: u64) -> String {
     }
 }
 
-fn print_rows(rows: &[StoreRow], json: bool, plain: bool) {
+fn print_rows(rows: &[StoreListingRow], json: bool, plain: bool) {
     let mut out = std::io::stdout().lock();
     for row in rows {
         let line = if json {
@@ -458,7 +458,8 @@ mod tests {
         let asked =
             given(&[("secret", &file), ("token", "-"), ("path", "env:PATH"), ("region", "there")]);
         let found =
-            read_options(asked, Some(&path("all")), &mut "typed\nmore\n".as_bytes()).unwrap();
+            read_storage_options(asked, Some(&path("all")), &mut "typed\nmore\n".as_bytes())
+                .unwrap();
         let of = |name: &str| found.get(name).map(String::as_str).unwrap_or_default().to_owned();
         assert_eq!(
             [of("secret"), of("token"), of("region"), of("key")],
@@ -466,15 +467,17 @@ mod tests {
         );
         assert!(!of("path").is_empty());
         let all =
-            read_options(Vec::new(), Some("-"), &mut "secret=s\ntoken=t\n".as_bytes()).unwrap();
+            read_storage_options(Vec::new(), Some("-"), &mut "secret=s\ntoken=t\n".as_bytes())
+                .unwrap();
         assert_eq!(all.len(), 2);
-        let error = read_options(Vec::new(), Some(&path("wrong")), &mut "".as_bytes()).unwrap_err();
+        let error =
+            read_storage_options(Vec::new(), Some(&path("wrong")), &mut "".as_bytes()).unwrap_err();
         assert!(
             error.to_string().starts_with("line 2 of") && !format!("{error:?}").contains("hidden")
         );
         for wrong in ["env:FARANDOLE_NO_SUCH_VARIABLE", "file:/nowhere/at/all", "-"] {
-            let error =
-                read_options(given(&[("secret", wrong)]), None, &mut "".as_bytes()).unwrap_err();
+            let error = read_storage_options(given(&[("secret", wrong)]), None, &mut "".as_bytes())
+                .unwrap_err();
             assert!(error.to_string().contains("option secret"), "{error}");
         }
         std::fs::remove_dir_all(&directory).unwrap();

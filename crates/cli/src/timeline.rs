@@ -62,13 +62,13 @@ pub(crate) fn run_timeline(matches: &ArgMatches) -> Result<i32> {
 }
 
 /// Stores the timelines that agents send, and passes all other records to the console.
-pub(crate) struct TimelineSink {
+pub(crate) struct TimelineReceivingSink {
     path: PathBuf,
     pieces: Mutex<TimelinePieces>,
     next: Arc<dyn RecordSink>,
 }
 
-impl TimelineSink {
+impl TimelineReceivingSink {
     /// Returns a sink for a trace at `path`.
     ///
     /// # Errors
@@ -88,7 +88,7 @@ impl TimelineSink {
     ///
     /// # Errors
     /// No timeline was received, or the trace cannot be written.
-    pub(crate) fn merge_received(&self) -> Result<Vec<String>> {
+    pub(crate) fn merge_received_timelines(&self) -> Result<Vec<String>> {
         let pieces = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
         let merged = pieces.merge_pieces(&self.path);
         if merged.is_err()
@@ -102,7 +102,7 @@ impl TimelineSink {
     }
 }
 
-impl RecordSink for TimelineSink {
+impl RecordSink for TimelineReceivingSink {
     fn accept_record(&self, record: WorkerRecord) {
         match record {
             WorkerRecord::Metric(metric) if metric.kind == TIMELINE_RECORD_KIND => {

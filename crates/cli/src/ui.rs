@@ -12,7 +12,7 @@ use clap::{Arg, ArgMatches, Command, value_parser};
 use farandole::launcher::StopLevel;
 use farandole::ui::{RunViewer, ViewerSettings};
 
-use crate::host_interpreter::HostInterpreter;
+use crate::embedding_interpreter::EmbeddingInterpreter;
 use crate::store;
 
 /// Interval at which the command checks for signals while it serves the page.
@@ -42,7 +42,7 @@ pub(crate) fn build_command() -> Command {
 }
 
 /// Runs the command.
-pub(crate) fn run_ui(matches: &ArgMatches, surroundings: &dyn HostInterpreter) -> Result<i32> {
+pub(crate) fn run_ui(matches: &ArgMatches, surroundings: &dyn EmbeddingInterpreter) -> Result<i32> {
     let stores: Vec<String> = matches
         .get_many::<String>("stores")
         .unwrap_or_default()
@@ -57,7 +57,7 @@ pub(crate) fn run_ui(matches: &ArgMatches, surroundings: &dyn HostInterpreter) -
     let mut out = std::io::stdout();
     writeln!(out, "the runs are at {} (Ctrl-C ends this)", viewer.url())?;
     out.flush()?;
-    while surroundings.requested_stop() == StopLevel::Continue {
+    while surroundings.requested_stop_level() == StopLevel::Continue {
         std::thread::sleep(SIGNAL_POLL_INTERVAL);
     }
     viewer.close();
@@ -65,7 +65,7 @@ pub(crate) fn run_ui(matches: &ArgMatches, surroundings: &dyn HostInterpreter) -
 }
 
 /// Returns the folder of the page's script and style.
-fn page_folder(surroundings: &dyn HostInterpreter) -> PathBuf {
+fn page_folder(surroundings: &dyn EmbeddingInterpreter) -> PathBuf {
     surroundings.package_folder().join("ui")
 }
 

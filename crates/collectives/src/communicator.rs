@@ -92,7 +92,7 @@ pub enum CollectiveOperation {
 }
 
 /// Runs operations among a fixed set of members, in submission order. No method blocks, except
-/// `drain_launched`.
+/// `wait_for_launched_operations`.
 pub trait Communicator: Send {
     /// Returns the number of members.
     fn member_count(&self) -> usize;
@@ -157,7 +157,11 @@ pub trait Communicator: Send {
     /// Appends the operations that were launched on a device since the last call, each with the
     /// event after which its results are available. These operations complete later; until then
     /// only their device touches their buffers.
-    fn take_launched(&mut self, _launched: &mut Vec<(OperationToken, Arc<dyn DeviceEvent>)>) {}
+    fn take_launched_operations(
+        &mut self,
+        _launched: &mut Vec<(OperationToken, Arc<dyn DeviceEvent>)>,
+    ) {
+    }
 
     /// Returns whether peers wait for progress of this device that only a call of `make_progress`
     /// publishes. The operations may already be complete on this member.
@@ -166,7 +170,7 @@ pub trait Communicator: Send {
     }
 
     /// Waits until launched work is done, for at most `limit`. Called before an orderly shutdown.
-    fn drain_launched(&mut self, _limit: Duration) {}
+    fn wait_for_launched_operations(&mut self, _limit: Duration) {}
 
     /// Abandons all submitted operations: their memory is not touched any more. For an owner that
     /// makes no more progress. All later calls fail.
@@ -201,7 +205,7 @@ pub trait ResultMemory: Send + Sync {
     /// # Errors
     /// `Shape` when `to` does not have memory on this device for all bytes, or when the bytes were
     /// fetched before; `Device` when the device fails.
-    fn fetch_on_stream(
+    fn copy_out_then_release(
         &self,
         to: &Buffer,
         reached: Option<&Arc<dyn DeviceEvent>>,
@@ -264,7 +268,7 @@ pub trait DeviceEvent: Send + Sync {
 
 /// Forms communicators among devices, one device of each member. Members exchange their
 /// capabilities as encoded bytes.
-pub trait DeviceFabric: Send + Sync {
+pub trait DeviceCommunicatorFactory: Send + Sync {
     /// Returns this member's encoded capabilities for the device, at most
     /// [`MAX_CAPABILITIES_BYTES`] bytes. Empty if the device cannot take part.
     fn device_capabilities(&self, device: u32) -> Vec<u8>;
@@ -296,7 +300,7 @@ pub trait DeviceFabric: Send + Sync {
     ///
     /// # Errors
     /// Text with the reason why no name could be created.
-    fn create_communicator_name(&self, capabilities: &[&[u8]]) -> Result<Vec<u8>, String>;
+    fn create_communicator_id(&self, capabilities: &[&[u8]]) -> Result<Vec<u8>, String>;
 
     /// Begins to form the communicator with this name. `position` holds the index of this member
     /// and the number of members. `timeout` is the deadline of the formation and of each

@@ -52,7 +52,7 @@ impl fmt::Display for AllreduceAlgorithm {
 
 /// Number of members and their distribution over hosts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct GroupShape {
+pub(crate) struct GroupHostLayout {
     pub(crate) members: usize,
     pub(crate) hosts: usize,
     /// Members on the fullest host.
@@ -114,7 +114,7 @@ type AlgorithmRules = Vec<(usize, AllreduceAlgorithm)>;
 impl CrossoverTable {
     pub(crate) fn choose_algorithm(
         &self,
-        shape: GroupShape,
+        shape: GroupHostLayout,
         bytes: usize,
         capacity: usize,
     ) -> AllreduceAlgorithm {
@@ -130,7 +130,7 @@ impl CrossoverTable {
     }
 }
 
-fn default_algorithm(shape: GroupShape, bytes: usize, capacity: usize) -> AllreduceAlgorithm {
+fn default_algorithm(shape: GroupHostLayout, bytes: usize, capacity: usize) -> AllreduceAlgorithm {
     let row =
         CROSSOVER_ROWS.iter().find(|row| shape.members <= row.members && shape.hosts <= row.hosts);
     let (direct, doubling) = row.map_or((0, 0), |row| (row.direct, row.doubling));
@@ -167,10 +167,10 @@ impl FromStr for CrossoverTable {
         for list in lists {
             let twice = match list.split_once('=') {
                 Some((shape, list)) => {
-                    found.shapes.insert(parse_shape(shape)?, parse_rules(list)?).is_some()
+                    found.shapes.insert(parse_shape(shape)?, parse_algorithm_rules(list)?).is_some()
                 }
                 None => {
-                    found.rules = parse_rules(list)?;
+                    found.rules = parse_algorithm_rules(list)?;
                     std::mem::replace(&mut has_rules, true)
                 }
             };
@@ -191,7 +191,7 @@ fn parse_shape(text: &str) -> Result<(usize, usize), String> {
     shape.ok_or_else(|| format!("no shape of a world, such as 2x4: {text}"))
 }
 
-fn parse_rules(text: &str) -> Result<AlgorithmRules, String> {
+fn parse_algorithm_rules(text: &str) -> Result<AlgorithmRules, String> {
     if text.trim() == "auto" {
         return Ok(AlgorithmRules::new());
     }
@@ -212,16 +212,16 @@ fn parse_rules(text: &str) -> Result<AlgorithmRules, String> {
 impl fmt::Display for CrossoverTable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for ((hosts, together), rules) in &self.shapes {
-            write!(f, "{hosts}x{together}={};", RulesText(rules))?;
+            write!(f, "{hosts}x{together}={};", AlgorithmRulesText(rules))?;
         }
-        RulesText(&self.rules).fmt(f)
+        AlgorithmRulesText(&self.rules).fmt(f)
     }
 }
 
 /// Rules as text.
-struct RulesText<'a>(&'a AlgorithmRules);
+struct AlgorithmRulesText<'a>(&'a AlgorithmRules);
 
-impl fmt::Display for RulesText<'_> {
+impl fmt::Display for AlgorithmRulesText<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.0.is_empty() {
             return f.write_str("auto");
@@ -241,8 +241,8 @@ impl fmt::Display for RulesText<'_> {
 mod tests {
     use super::*;
 
-    fn shape(hosts: usize, together: usize) -> GroupShape {
-        GroupShape { members: hosts * together, hosts, largest_host_size: together }
+    fn shape(hosts: usize, together: usize) -> GroupHostLayout {
+        GroupHostLayout { members: hosts * together, hosts, largest_host_size: together }
     }
 
     #[test]

@@ -62,8 +62,8 @@ mod error;
 mod host;
 
 pub use communicator::{
-    CollectiveOperation, Communicator, Device, DeviceEvent, DeviceFabric, MAX_CAPABILITIES_BYTES,
-    OperationToken, ResultMemory, TensorSegment,
+    CollectiveOperation, Communicator, Device, DeviceCommunicatorFactory, DeviceEvent,
+    MAX_CAPABILITIES_BYTES, OperationToken, ResultMemory, TensorSegment,
 };
 pub use crossover::{AllreduceAlgorithm, CrossoverTable};
 pub use error::{Error, Result};

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use crate::value::{
-    AnyKnobValue, CooldownRange, GradientConvention, KnobError, KnobValue, LogLevel, PortRange,
+    AnyKnobValue, GradientConvention, HostCooldownRange, KnobError, KnobValue, LogLevel, PortRange,
 };
 use crate::{FARANDOLE_PREFIX, HOROVOD_PREFIX, environment_variable};
 
@@ -255,7 +255,7 @@ knobs! {
     reset_limit: Option<u32> = "", "RESET_LIMIT", Some("--reset-limit"), false;
     /// Elastic training: seconds for which a host gets no new process after a failure there: after
     /// the first failure, and at most. Each further failure doubles the time.
-    blacklist_cooldown_range: CooldownRange = "5 300", "BLACKLIST_COOLDOWN_RANGE", Some("--blacklist-cooldown-range"), false;
+    blacklist_cooldown_range: HostCooldownRange = "5 300", "BLACKLIST_COOLDOWN_RANGE", Some("--blacklist-cooldown-range"), false;
     /// Elastic training: a file in which `farandole run` records the state of the job. If the
     /// command is killed and started again with the same file, it continues the job with the same
     /// processes. The file contains the job's secrets. Removed from the environment of the

@@ -28,7 +28,7 @@ mod value;
 pub use job_variables::{JOB_VARIABLES, JobVariable};
 pub use knobs::{Config, KNOBS, KnobDefinition};
 pub use value::{
-    AnyKnobValue, CooldownRange, GradientConvention, KnobError, KnobValue, LogLevel, PortRange,
+    AnyKnobValue, GradientConvention, HostCooldownRange, KnobError, KnobValue, LogLevel, PortRange,
 };
 
 /// Prefix of our variables.

@@ -28,7 +28,7 @@ pub struct PortRange {
 
 /// Time for which a host is not used after a failure: the first time, and the maximum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CooldownRange {
+pub struct HostCooldownRange {
     /// After the first failure; each further one doubles it.
     pub least: Duration,
     /// The longest.
@@ -167,7 +167,7 @@ impl KnobValue for Option<u32> {
     }
 }
 
-impl KnobValue for CooldownRange {
+impl KnobValue for HostCooldownRange {
     const EXPECTED_FORMAT: &'static str =
         "two whole numbers of seconds from 1 to 3600, such as 5 300, the smaller one first";
     fn parse_text(text: &str) -> Option<Self> {
@@ -291,14 +291,14 @@ mod tests {
 
     #[test]
     fn a_cooldown_has_horovods_limits() {
-        let seconds = |least, most| CooldownRange {
+        let seconds = |least, most| HostCooldownRange {
             least: Duration::from_secs(least),
             most: Duration::from_secs(most),
         };
-        assert_eq!(CooldownRange::parse_text("1 3600"), Some(seconds(1, 3600)));
-        assert_eq!(CooldownRange::parse_text("7-7"), Some(seconds(7, 7)));
+        assert_eq!(HostCooldownRange::parse_text("1 3600"), Some(seconds(1, 3600)));
+        assert_eq!(HostCooldownRange::parse_text("7-7"), Some(seconds(7, 7)));
         for wrong in ["0 5", "5 3601", "9 5", "5", "a b", ""] {
-            assert_eq!(CooldownRange::parse_text(wrong), None, "{wrong}");
+            assert_eq!(HostCooldownRange::parse_text(wrong), None, "{wrong}");
         }
         assert_eq!(
             (Option::<u32>::parse_text(""), Option::<u32>::parse_text("0")),

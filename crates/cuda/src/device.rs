@@ -36,7 +36,7 @@ impl GpuDevice {
         Self { ordinal, driver, opened: Mutex::new(None) }
     }
 
-    fn ensure_open(&self) -> Result<Arc<OpenGpu>> {
+    fn ensure_gpu_open(&self) -> Result<Arc<OpenGpu>> {
         let mut opened = self.opened.lock();
         if let Some(open) = &*opened {
             return Ok(Arc::clone(open));
@@ -54,7 +54,8 @@ impl GpuDevice {
     /// `stream` is a stream of this GPU's primary context, or 0 for the default stream, and lives
     /// across the call.
     pub unsafe fn record_event_after(&self, stream: usize) -> Result<Arc<dyn DeviceEvent>> {
-        let (open, stream) = (self.ensure_open()?, std::ptr::with_exposed_provenance_mut(stream));
+        let (open, stream) =
+            (self.ensure_gpu_open()?, std::ptr::with_exposed_provenance_mut(stream));
         // An event of a captured stream would become a part of the graph and would never be reached
         // here.
         if open.context.is_capturing(stream)? {
@@ -72,7 +73,7 @@ impl GpuDevice {
     /// # Errors
     /// `CudaDriver`.
     pub fn create_stream(&self) -> Result<GpuStream> {
-        GpuStream::new(self.ensure_open()?)
+        GpuStream::new(self.ensure_gpu_open()?)
     }
 
     /// Returns the context, for kernels.
@@ -80,7 +81,7 @@ impl GpuDevice {
     /// # Errors
     /// `CudaDriver`.
     pub fn primary_context(&self) -> Result<Arc<PrimaryContext>> {
-        Ok(Arc::clone(&self.ensure_open()?.context))
+        Ok(Arc::clone(&self.ensure_gpu_open()?.context))
     }
 
     /// Queues copies, all in one direction, and an event after them. The event keeps the memory of
@@ -102,7 +103,7 @@ impl GpuDevice {
                 return wrong(format!("device {} copies from {from:?} to {to:?}", self.ordinal));
             }
         }
-        let open = self.ensure_open().map_err(|error| self.device_error(&error))?;
+        let open = self.ensure_gpu_open().map_err(|error| self.device_error(&error))?;
         // The blocks of staging memory of finished copies are free again after this.
         open.release_finished_buffers();
         let (name, stream) = if down {
@@ -154,7 +155,7 @@ impl Device for GpuDevice {
     }
 
     fn allocate_staging(&self, bytes: usize) -> Result<HostMemory, CollectiveError> {
-        let open = self.ensure_open().map_err(|error| self.device_error(&error))?;
+        let open = self.ensure_gpu_open().map_err(|error| self.device_error(&error))?;
         open.pool.lend_memory(bytes).ok_or_else(|| CollectiveError::Device {
             ordinal: self.ordinal,
             reason: format!("no host memory is left for {bytes} bytes"),

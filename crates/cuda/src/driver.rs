@@ -25,7 +25,7 @@ pub type MemoryPool = *mut c_void;
 /// `CUmemPoolProps`: fields without a name here are 0, which is the default.
 #[derive(Debug)]
 #[repr(C)]
-pub struct PoolSettings {
+pub struct MemoryPoolProperties {
     /// 1: it stays where it is.
     kind: i32,
     handles: i32,
@@ -103,7 +103,7 @@ function_table! {
         optional {
             allocate = "cuMemAllocAsync"(*mut u64, usize, RawStream);
             free = "cuMemFreeAsync"(u64, RawStream);
-            pool_create = "cuMemPoolCreate"(*mut MemoryPool, *const PoolSettings);
+            pool_create = "cuMemPoolCreate"(*mut MemoryPool, *const MemoryPoolProperties);
             pool_set = "cuMemPoolSetAttribute"(MemoryPool, i32, *mut c_void);
             pool_destroy = "cuMemPoolDestroy"(MemoryPool);
             allocate_from = "cuMemAllocFromPoolAsync"(*mut u64, usize, MemoryPool, RawStream);
@@ -462,7 +462,7 @@ impl PrimaryContext {
     fn create_memory_pool(&self) -> Option<MemoryPool> {
         let table = self.driver.function_table();
         let (create, set) = table.pool_create.zip(table.pool_set)?;
-        let settings = PoolSettings {
+        let settings = MemoryPoolProperties {
             kind: 1,
             handles: 0,
             location_kind: 1,

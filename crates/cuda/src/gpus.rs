@@ -12,7 +12,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use farandole_collectives::{
-    Communicator, DeviceFabric, Error as CollectiveError, MAX_CAPABILITIES_BYTES,
+    Communicator, DeviceCommunicatorFactory, Error as CollectiveError, MAX_CAPABILITIES_BYTES,
 };
 use farandole_shm::SharedRegion;
 use farandole_world::Rank;
@@ -82,12 +82,12 @@ impl ProcessGpus {
         stream: usize,
         bytes: usize,
     ) -> Result<Option<NcclMemory>> {
-        let Some(nccl) = self.nccl_with_registration() else { return Ok(None) };
+        let Some(nccl) = self.nccl_if_registering() else { return Ok(None) };
         nccl.allocate_memory(&self.open_gpu(ordinal, &[])?.create_stream()?, stream, bytes)
             .map(Some)
     }
 
-    fn nccl_with_registration(&self) -> Option<NcclLibrary> {
+    fn nccl_if_registering(&self) -> Option<NcclLibrary> {
         self.registers_memory
             .then(|| self.nccl_library().ok())
             .flatten()
@@ -126,10 +126,10 @@ impl ProcessGpus {
         let facts = gpu.cuda_driver().device_properties(ordinal)?;
         let version = self.nccl_library().map(|nccl| nccl.version_code()).unwrap_or_default();
         let shares = self.kernel_cache.is_some() && gpu.cuda_driver().supports_ipc();
-        let neighbours = if shares { ipc::neighbourhood_id() } else { 0 };
+        let neighbours = if shares { ipc::region_namespace_id() } else { 0 };
         let abilities = [
             (gpu.cuda_driver().supports_memory_pools(ordinal), ABILITY_STREAM_ORDERED_MEMORY),
-            (self.nccl_with_registration().is_some(), ABILITY_REGISTERED_MEMORY),
+            (self.nccl_if_registering().is_some(), ABILITY_REGISTERED_MEMORY),
             (
                 version >= MIN_VERSION_FOR_FLOAT8 && facts.arch >= MIN_ARCH_FOR_FLOAT8,
                 ABILITY_FLOAT8_REDUCTION,
@@ -147,7 +147,7 @@ impl ProcessGpus {
         })
     }
 
-    /// Forms a communicator, like [`DeviceFabric::form_communicator`], of members on the same GPU.
+    /// Forms a communicator, like [`DeviceCommunicatorFactory::form_communicator`], of members on the same GPU.
     fn form_ipc_communicator(
         &self,
         gpu: &GpuDevice,
@@ -224,7 +224,7 @@ impl ProcessGpus {
     }
 }
 
-impl DeviceFabric for ProcessGpus {
+impl DeviceCommunicatorFactory for ProcessGpus {
     fn device_capabilities(&self, device: u32) -> Vec<u8> {
         self.own_capabilities(device).map(|gpu| gpu.to_bytes()).unwrap_or_default()
     }
@@ -260,7 +260,7 @@ impl DeviceFabric for ProcessGpus {
         ))
     }
 
-    fn create_communicator_name(&self, capabilities: &[&[u8]]) -> Result<Vec<u8>, String> {
+    fn create_communicator_id(&self, capabilities: &[&[u8]]) -> Result<Vec<u8>, String> {
         let read: Vec<Option<GpuCapabilities>> =
             capabilities.iter().map(|bytes| GpuCapabilities::from_bytes(bytes)).collect();
         if members_share_one_gpu(&read) {
@@ -445,7 +445,7 @@ mod tests {
         match gpus.formation_obstacle(&capabilities, &[Rank(4), Rank(7)], position) {
             Some(reason) => Err(reason),
             None => {
-                let name = gpus.create_communicator_name(&capabilities)?;
+                let name = gpus.create_communicator_id(&capabilities)?;
                 let mut formed = gpus
                     .form_communicator(1, &name, (position, 2), Duration::from_secs(20))
                     .unwrap();
@@ -479,7 +479,7 @@ mod tests {
             },
         );
         let gathers = |other: Vec<u8>| {
-            let name = gpus.create_communicator_name(&[&roomy, &other]).unwrap();
+            let name = gpus.create_communicator_id(&[&roomy, &other]).unwrap();
             let formed = gpus.form_communicator(1, &name, (1, 2), Duration::from_secs(1)).unwrap();
             formed.can_execute(&CollectiveOperation::Allgather {
                 segments: Vec::new(),
@@ -501,7 +501,7 @@ mod tests {
         let memory = gpus.allocate_registered(1, 0, 64).unwrap().unwrap();
         assert_eq!(take_calls(), [format!("memory of 64 at {:#x}", memory.start_address())]);
         let common = |other: Vec<u8>| {
-            gpus.create_communicator_name(&[&gpus.device_capabilities(0), &other]).unwrap()[0]
+            gpus.create_communicator_id(&[&gpus.device_capabilities(0), &other]).unwrap()[0]
         };
         assert_eq!(
             common(gpus.device_capabilities(1)),
@@ -518,7 +518,7 @@ mod tests {
         let carried = |gpus: &ProcessGpus, others: [GpuCapabilities; 2]| {
             let capabilities = others.map(|gpu| gpu.to_bytes());
             let name = padded(
-                &gpus.create_communicator_name(&[&capabilities[0], &capabilities[1]]).unwrap(),
+                &gpus.create_communicator_id(&[&capabilities[0], &capabilities[1]]).unwrap(),
             );
             let formed = gpus.form_communicator(1, &name, (1, 2), Duration::from_secs(1)).unwrap();
             let (dtype, op, segments) = (DataType::F8E5M2, ReduceOp::Sum, Vec::new());
@@ -587,7 +587,7 @@ mod tests {
         let words = "allreduces of tensors on GPUs go by CUDA IPC, the rest through host memory: \
                      ranks 4 and 7";
         assert!(remark.starts_with(words), "{remark}");
-        let name = padded(&gpus.create_communicator_name(&capabilities).unwrap());
+        let name = padded(&gpus.create_communicator_id(&capabilities).unwrap());
         let handle = ipc::decode_region_handle(&name[1..]).unwrap();
         assert_eq!(
             gpus.mailboxes.lock().first().map(|region| *region.region_handle()),
@@ -598,7 +598,7 @@ mod tests {
                 .to_bytes()
         };
         let name_of = |first: u64, second: u64| {
-            gpus.create_communicator_name(&[&capabilities_with(first), &capabilities_with(second)])
+            gpus.create_communicator_id(&[&capabilities_with(first), &capabilities_with(second)])
                 .unwrap()
         };
         let piece = |first, second| name_of(first, second)[1 + ipc::REGION_HANDLE_BYTES];

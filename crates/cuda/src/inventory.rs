@@ -10,7 +10,7 @@ use crate::{CudaLibrary, LibrarySearchPath, NcclLibrary, NvrtcCompiler, Result, 
 
 /// One library, or one device.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct CudaFinding {
+pub struct CudaInventoryEntry {
     /// Its name.
     pub name: String,
     /// Whether it can be used.
@@ -30,7 +30,7 @@ pub fn detect_driver_and_nccl_version(search_path: &LibrarySearchPath) -> (bool,
 
 /// Looks for every library, loads it, and asks for its version; devices are counted without using
 /// one.
-pub fn collect_inventory(search_path: &LibrarySearchPath) -> Vec<CudaFinding> {
+pub fn collect_inventory(search_path: &LibrarySearchPath) -> Vec<CudaInventoryEntry> {
     let driver = CudaDriver::load_from(search_path);
     let found = driver.as_ref().map_err(Clone::clone).and_then(|driver| {
         let version = driver.cuda_version()?;
@@ -41,8 +41,11 @@ pub fn collect_inventory(search_path: &LibrarySearchPath) -> Vec<CudaFinding> {
             driver.device_count()?
         ))
     });
-    let mut all = vec![to_finding(CudaLibrary::Driver.library_name(), found)];
-    all.push(to_finding(CudaLibrary::Runtime.library_name(), describe_runtime(search_path)));
+    let mut all = vec![to_inventory_entry(CudaLibrary::Driver.library_name(), found)];
+    all.push(to_inventory_entry(
+        CudaLibrary::Runtime.library_name(),
+        describe_runtime(search_path),
+    ));
     let compiler = NvrtcCompiler::load_from(search_path).map(|nvrtc| {
         let (major, minor) = nvrtc.compiler_version();
         let archs = nvrtc.supported_architectures();
@@ -52,12 +55,12 @@ pub fn collect_inventory(search_path: &LibrarySearchPath) -> Vec<CudaFinding> {
         };
         format!("{major}.{minor}{range}, {}", nvrtc.library_path())
     });
-    all.push(to_finding(CudaLibrary::Nvrtc.library_name(), compiler));
+    all.push(to_inventory_entry(CudaLibrary::Nvrtc.library_name(), compiler));
     let nccl = NcclLibrary::load_from(search_path).map(|nccl| {
         let with = if nccl.supports_registration() { " with registration" } else { "" };
         format!("{}{with}, {}", nccl.version_text(), nccl.library_path())
     });
-    all.push(to_finding(CudaLibrary::Nccl.library_name(), nccl));
+    all.push(to_inventory_entry(CudaLibrary::Nccl.library_name(), nccl));
     if let Ok(driver) = driver {
         all.extend(
             (0..driver.device_count().unwrap_or_default())
@@ -67,11 +70,11 @@ pub fn collect_inventory(search_path: &LibrarySearchPath) -> Vec<CudaFinding> {
     all
 }
 
-fn describe_gpu(driver: &CudaDriver, ordinal: u32) -> CudaFinding {
+fn describe_gpu(driver: &CudaDriver, ordinal: u32) -> CudaInventoryEntry {
     let found = driver
         .device_properties(ordinal)
         .map(|facts| format!("{}, sm_{}, {} GiB", facts.name, facts.arch, facts.bytes >> 30));
-    to_finding(&format!("GPU {ordinal}"), found)
+    to_inventory_entry(&format!("GPU {ordinal}"), found)
 }
 
 fn describe_runtime(search_path: &LibrarySearchPath) -> Result<String> {
@@ -103,8 +106,8 @@ fn library_file(library: &SharedLibrary, kind: CudaLibrary) -> String {
         .unwrap_or_else(|| library.opened_name().to_owned())
 }
 
-fn to_finding(name: &str, found: Result<String>) -> CudaFinding {
+fn to_inventory_entry(name: &str, found: Result<String>) -> CudaInventoryEntry {
     let works = found.is_ok();
     let detail = found.unwrap_or_else(|error| error.to_string());
-    CudaFinding { name: name.to_owned(), works, detail }
+    CudaInventoryEntry { name: name.to_owned(), works, detail }
 }

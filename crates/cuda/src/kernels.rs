@@ -35,10 +35,10 @@ const MAX_BLOCKS_PER_LAUNCH: u64 = 1024;
 /// Tensors lie in a buffer at multiples of this.
 const TENSOR_ALIGNMENT_BYTES: u64 = 16;
 
-/// Arguments of a launch that packs or unpacks; `TransferBatch` in `pack.cu`.
+/// Arguments of a launch that packs or unpacks; `PackLaunchArguments` in `pack.cu`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[repr(C)]
-pub struct TransferBatch {
+pub struct PackLaunchArguments {
     /// Addresses of the tensors.
     pub address: [u64; MAX_TENSORS_PER_LAUNCH],
     /// Their elements.
@@ -51,7 +51,7 @@ pub struct TransferBatch {
     pub tensors: u32,
 }
 
-impl TransferBatch {
+impl PackLaunchArguments {
     /// Blocks of the launch.
     pub fn block_count(&self) -> u32 {
         let last = usize::try_from(self.tensors).unwrap_or_default().checked_sub(1);
@@ -64,17 +64,17 @@ impl TransferBatch {
 ///
 /// # Errors
 /// `Arguments` for more than a launch can number.
-pub fn plan_transfers(
+pub fn plan_pack_launches(
     tensors: &[(u64, u64)],
     element_bytes: u64,
-) -> Result<(Vec<TransferBatch>, u64)> {
+) -> Result<(Vec<PackLaunchArguments>, u64)> {
     let too_many = || Error::Arguments {
         reason: "tensors have more bytes than a launch can number".to_owned(),
     };
     let mut at = 0_u64;
     let mut batches = Vec::new();
     for some in tensors.chunks(MAX_TENSORS_PER_LAUNCH) {
-        let mut batch = TransferBatch {
+        let mut batch = PackLaunchArguments {
             address: [0; MAX_TENSORS_PER_LAUNCH],
             count: [0; MAX_TENSORS_PER_LAUNCH],
             start: [0; MAX_TENSORS_PER_LAUNCH],
@@ -128,7 +128,7 @@ impl ReductionInputs {
         (prescale, postscale): (f64, f64),
     ) -> Result<Self> {
         let fail = |reason: String| Error::Arguments { reason };
-        let op = op.without_inter_host_rounding();
+        let op = op.with_unrounded_partials();
         let members = addresses.len();
         if members == 0 || members > MAX_MEMBERS_PER_LAUNCH {
             return Err(fail(format!(
@@ -181,7 +181,7 @@ fn kernel_type_name(dtype: DataType) -> Option<&'static str> {
 /// # Errors
 /// `Arguments` where there is none: types that differ are `float32` and a half, and only floats are
 /// multiplied.
-pub fn transfer_kernel_name(tensor: DataType, buffer: DataType, factor: f64) -> Result<String> {
+pub fn pack_kernel_name(tensor: DataType, buffer: DataType, factor: f64) -> Result<String> {
     let floats = [DataType::F32, DataType::F16, DataType::Bf16, DataType::F64];
     let halves = [DataType::F16, DataType::Bf16];
     let known = tensor == buffer || (tensor == DataType::F32 && halves.contains(&buffer));
@@ -310,7 +310,7 @@ impl KernelModule {
     ///
     /// # Safety
     /// Until the stream is done with the work, tensors have their elements at their addresses on
-    /// the context's device, the buffer has the size that [`plan_transfers`] returns, and no other
+    /// the context's device, the buffer has the size that [`plan_pack_launches`] returns, and no other
     /// work writes to them.
     pub unsafe fn transfer_tensors(
         &self,
@@ -321,7 +321,7 @@ impl KernelModule {
         factor: f64,
         stream: usize,
     ) -> Result<()> {
-        let name = transfer_kernel_name(tensor, buffer, factor)?;
+        let name = pack_kernel_name(tensor, buffer, factor)?;
         let name = if pack { format!("pack_{name}") } else { format!("unpack_{name}") };
         if !base.is_multiple_of(TENSOR_ALIGNMENT_BYTES) {
             return Err(Error::Arguments {
@@ -329,7 +329,7 @@ impl KernelModule {
             });
         }
         let stream = std::ptr::with_exposed_provenance_mut(stream);
-        let (batches, _) = plan_transfers(tensors, buffer.element_size() as u64)?;
+        let (batches, _) = plan_pack_launches(tensors, buffer.element_size() as u64)?;
         for batch in batches.iter().filter(|batch| batch.block_count() > 0) {
             let mut arguments = kernel_arguments![*batch, base, factor];
             // SAFETY: these are the arguments of all kernels of this kind; the rest is the caller's
@@ -416,7 +416,7 @@ mod tests {
 
     #[test]
     fn tensors_lie_one_after_the_other_and_aligned() {
-        let (batches, bytes) = plan_transfers(&[(100, 3), (200, 0), (300, 5000)], 4).unwrap();
+        let (batches, bytes) = plan_pack_launches(&[(100, 3), (200, 0), (300, 5000)], 4).unwrap();
         let [batch] = &batches[..] else { panic!("{} launches", batches.len()) };
         assert_eq!((batch.start[0], batch.start[1], batch.start[2]), (0, 1, 1));
         assert_eq!((batch.tiles[0], batch.tiles[1], batch.tiles[2]), (1, 1, 3));
@@ -426,26 +426,27 @@ mod tests {
     #[test]
     fn more_tensors_than_a_launch_takes_are_several_launches() {
         let tensors = vec![(0, 4); MAX_TENSORS_PER_LAUNCH + 1];
-        let (batches, bytes) = plan_transfers(&tensors, 4).unwrap();
+        let (batches, bytes) = plan_pack_launches(&tensors, 4).unwrap();
         assert_eq!(batches.iter().map(|batch| batch.tensors).collect::<Vec<_>>(), [160, 1]);
         assert_eq!(batches[1].start[0], 160);
         assert_eq!(bytes, 161 * 16);
-        assert!(plan_transfers(&[(0, u64::MAX)], 4).is_err());
+        assert!(plan_pack_launches(&[(0, u64::MAX)], 4).is_err());
     }
 
     #[test]
     fn arguments_fit_into_what_every_device_takes() {
         assert!(
-            size_of::<TransferBatch>() + 16 <= 4096 && size_of::<ReductionInputs>() + 16 <= 4096
+            size_of::<PackLaunchArguments>() + 16 <= 4096
+                && size_of::<ReductionInputs>() + 16 <= 4096
         );
-        assert_eq!((size_of::<TransferBatch>(), size_of::<ReductionInputs>()), (3848, 536));
+        assert_eq!((size_of::<PackLaunchArguments>(), size_of::<ReductionInputs>()), (3848, 536));
     }
 
     #[test]
     fn operations_that_no_kernel_does_are_refused_by_name() {
-        assert_eq!(transfer_kernel_name(DataType::F32, DataType::Bf16, 0.5).unwrap(), "f32_bf16");
-        assert_eq!(transfer_kernel_name(DataType::C64, DataType::C64, 1.0).unwrap(), "u64");
-        assert_eq!(transfer_kernel_name(DataType::F8E4M3, DataType::F8E4M3, 1.0).unwrap(), "u8");
+        assert_eq!(pack_kernel_name(DataType::F32, DataType::Bf16, 0.5).unwrap(), "f32_bf16");
+        assert_eq!(pack_kernel_name(DataType::C64, DataType::C64, 1.0).unwrap(), "u64");
+        assert_eq!(pack_kernel_name(DataType::F8E4M3, DataType::F8E4M3, 1.0).unwrap(), "u8");
         for (tensor, buffer, factor) in [
             (DataType::I32, DataType::I32, 0.5),
             (DataType::F16, DataType::F32, 1.0),
@@ -454,7 +455,7 @@ mod tests {
             (DataType::F32, DataType::F8E4M3, 1.0),
         ] {
             assert!(
-                transfer_kernel_name(tensor, buffer, factor).is_err(),
+                pack_kernel_name(tensor, buffer, factor).is_err(),
                 "{tensor} {buffer} {factor}"
             );
         }

@@ -47,16 +47,16 @@ mod staging;
 pub use cache::KernelCache;
 pub use device::{GpuDevice, GpuStream};
 pub use driver::{
-    CudaDriver, DeviceProperties, DriverTable, IpcMemoryHandle, MemoryPool, PoolSettings,
+    CudaDriver, DeviceProperties, DriverTable, IpcMemoryHandle, MemoryPool, MemoryPoolProperties,
     PrimaryContext, RawEvent, RawFunction, RawStream,
 };
 pub use error::{Error, Result};
 pub use gpus::ProcessGpus;
-pub use inventory::{CudaFinding, collect_inventory, detect_driver_and_nccl_version};
+pub use inventory::{CudaInventoryEntry, collect_inventory, detect_driver_and_nccl_version};
 pub use kernels::{
     ELEMENTS_PER_TILE, KERNEL_SOURCE, KernelModule, MAX_MEMBERS_PER_LAUNCH, MAX_TENSORS_PER_LAUNCH,
-    ReductionInputs, TransferBatch, block_count_for, plan_transfers, reduction_kernel_name,
-    transfer_kernel_name,
+    PackLaunchArguments, ReductionInputs, block_count_for, pack_kernel_name, plan_pack_launches,
+    reduction_kernel_name,
 };
 pub use library::SharedLibrary;
 pub use library_search::{CudaLibrary, LibrarySearchPath};

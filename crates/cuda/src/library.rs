@@ -35,7 +35,7 @@ impl SharedLibrary {
     }
 
     /// Returns the library of this name that the process has loaded already.
-    pub fn find_loaded(name: &str) -> Option<Self> {
+    pub fn find_loaded_library(name: &str) -> Option<Self> {
         Self::open_with_flags(
             Path::new(name),
             libc::RTLD_NOW | libc::RTLD_LOCAL | libc::RTLD_NOLOAD,
@@ -191,7 +191,7 @@ mod tests {
     fn a_missing_library_is_reported_in_the_loaders_words() {
         let error = SharedLibrary::open_library(Path::new("libdoes-not-exist.so.1")).unwrap_err();
         assert!(error.contains("libdoes-not-exist.so.1"), "{error}");
-        assert!(SharedLibrary::find_loaded("libdoes-not-exist.so.1").is_none());
+        assert!(SharedLibrary::find_loaded_library("libdoes-not-exist.so.1").is_none());
     }
 
     #[test]

@@ -123,7 +123,7 @@ impl LibrarySearchPath {
                 // loaded is.
                 LibraryCandidate::File(path) if matches!(path.try_exists(), Ok(false)) => continue,
                 LibraryCandidate::File(path) => SharedLibrary::open_library(path),
-                LibraryCandidate::Loaded(name) => match SharedLibrary::find_loaded(name) {
+                LibraryCandidate::Loaded(name) => match SharedLibrary::find_loaded_library(name) {
                     Some(library) => Ok(library),
                     None => continue,
                 },

@@ -52,7 +52,7 @@ impl<L: PageLocking> StagingPool<L> {
             return Some(block.memory.clone());
         }
         // Frees blocks of other sizes first, so that idle memory stays below the limit.
-        self.trim_idle(&mut blocks, MAX_IDLE_BYTES.saturating_sub(size));
+        self.trim_idle_blocks(&mut blocks, MAX_IDLE_BYTES.saturating_sub(size));
         let memory = HostMemory::new_shareable(size)?;
         let locked = self.page_locking.lock_pages(&memory);
         blocks.push(StagingBlock { memory: memory.clone(), locked });
@@ -60,7 +60,7 @@ impl<L: PageLocking> StagingPool<L> {
     }
 
     /// Returns unused memory to the system until at most `keep` bytes of it are left.
-    fn trim_idle(&self, blocks: &mut Vec<StagingBlock>, keep: usize) {
+    fn trim_idle_blocks(&self, blocks: &mut Vec<StagingBlock>, keep: usize) {
         let idle = |block: &StagingBlock| block.memory.is_uniquely_owned();
         let mut bytes: usize =
             blocks.iter().filter(|block| idle(block)).map(|block| block.memory.len()).sum();

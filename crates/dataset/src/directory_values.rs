@@ -69,7 +69,7 @@ fn unescape_percent(text: &str) -> String {
 /// - float64, if each value is such a number with or without a fraction, and none has more than 15
 ///   digits, so that different numbers stay different;
 /// - otherwise text.
-pub fn partition_element<'a>(mut values: impl Iterator<Item = &'a str> + Clone) -> ElementType {
+pub fn infer_partition_type<'a>(mut values: impl Iterator<Item = &'a str> + Clone) -> ElementType {
     let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     // `parse` alone accepts `+5`, which is more often a code than a number.
     let is_integer = |value: &str| {
@@ -107,7 +107,7 @@ pub struct WrongDirectoryValue {
 }
 
 /// Returns the columns `names`, whose values the files have. `types` has the types of some columns;
-/// [`partition_element`] gives the others.
+/// [`infer_partition_type`] gives the others.
 ///
 /// # Errors
 /// A value that is not of its column's type.
@@ -120,10 +120,10 @@ pub fn partition_columns(
         let name = *name;
         let values = files.iter().filter_map(|file| file.values.get(name)).map(String::as_str);
         let given = types.get(name).copied();
-        let element = given.unwrap_or_else(|| partition_element(values));
+        let element = given.unwrap_or_else(|| infer_partition_type(values));
         let wrong = files.iter().find_map(|file| {
             let value = file.values.get(name)?;
-            (!can_represent(value, element)).then_some((value, &file.path))
+            (!is_value_of_type(value, element)).then_some((value, &file.path))
         });
         if let Some((value, path)) = wrong {
             return Err(WrongDirectoryValue {
@@ -153,7 +153,7 @@ pub fn partition_columns(
 }
 
 /// Returns whether a text is a value of a type.
-fn can_represent(value: &str, element: ElementType) -> bool {
+fn is_value_of_type(value: &str, element: ElementType) -> bool {
     match element {
         ElementType::Bool => value.parse::<bool>().is_ok(),
         ElementType::Int8 => value.parse::<i8>().is_ok(),
@@ -238,7 +238,7 @@ mod tests {
             (&["-", "1"], ElementType::Utf8),
             (&["01001", "2A001"], ElementType::Utf8),
         ] {
-            assert_eq!(partition_element(values.iter().copied()), element, "{values:?}");
+            assert_eq!(infer_partition_type(values.iter().copied()), element, "{values:?}");
         }
     }
 }

@@ -59,8 +59,8 @@ mod rng;
 
 pub use deleted_rows::DeletedRows;
 pub use directory_values::{
-    FileValues, WrongDirectoryValue, is_partition_column, known_values, partition_columns,
-    partition_element, partition_values,
+    FileValues, WrongDirectoryValue, infer_partition_type, is_partition_column, known_values,
+    partition_columns, partition_values,
 };
 pub use element::ElementType;
 pub use error::{Error, Result};

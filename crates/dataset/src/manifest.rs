@@ -86,7 +86,7 @@ pub fn batch_unit(source: &str) -> Option<String> {
 }
 
 /// Returns whether the source of a column has times in another unit than batches have.
-fn has_other_unit(source: &str) -> bool {
+fn has_non_batch_unit(source: &str) -> bool {
     let units = ["(s", "(ms", "(ns"];
     batch_unit(source).as_deref() == Some("microseconds")
         // The unit ends the parenthesis, or a time zone follows it: `Timestamp(ms, "UTC")`.
@@ -307,7 +307,7 @@ impl Manifest {
         for column in &self.columns {
             // Batches have microseconds, so the numbers of earlier versions would silently mean
             // other times.
-            if column.unit.is_none() && has_other_unit(&column.source) {
+            if column.unit.is_none() && has_non_batch_unit(&column.source) {
                 return wrong(format!(
                     "column {} is {}, and an earlier version prepared it in that unit: prepare \
                      the data again",

@@ -7,7 +7,7 @@
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum OperationCode {
-    /// Combines element by element; see `SubmissionHeader::reduction_factors` and the factors.
+    /// Combines element by element; see `SubmissionHeader::reduction_and_factors` and the factors.
     Allreduce = 0,
     /// The root's input becomes the output of all ranks.
     Broadcast = 1,

@@ -15,8 +15,8 @@ use std::time::{Duration, Instant};
 use farandole_collectives::HostCommunicator;
 use farandole_config::Config;
 use farandole_engine::{
-    CollectiveRequest, Engine, EngineOptions, EngineSettings, EngineStatistics, ProcessSetOptions,
-    ProgressHost, RequestKind, SilentObserver, control_peers,
+    CollectiveRequest, DriverParkingAndLiveness, Engine, EngineOptions, EngineSettings,
+    EngineStatistics, ProcessSetOptions, RequestKind, SilentObserver, control_peers,
 };
 use farandole_kernels::{DataType, HostMemory, ReduceOp};
 use farandole_transport::{MemoryRendezvous, Mesh, MeshOptions, Parker, Unparker};
@@ -32,7 +32,7 @@ struct Host {
     unparker: Unparker,
 }
 
-impl ProgressHost for Host {
+impl DriverParkingAndLiveness for Host {
     fn prepare_park(&self) {
         self.parker.prepare_park();
     }

@@ -30,7 +30,7 @@ pub(crate) struct CallbackQueue(Mutex<Option<CallbackThread>>);
 
 impl CallbackQueue {
     /// Starts the thread unless it runs.
-    pub(crate) fn ensure_thread(&self) -> Result<()> {
+    pub(crate) fn start_callback_thread_if_needed(&self) -> Result<()> {
         let mut running = self.0.lock();
         if running.is_some() {
             return Ok(());

@@ -19,7 +19,7 @@ use crate::{CollectiveRequest, Error, RequestHandle, RequestKind, Result};
 const NEUTRAL_FACTORS: (u64, u64) = (1f64.to_bits(), 1f64.to_bits());
 
 /// The process set and the devices of the calling rank.
-pub(crate) struct RequestContext<'a> {
+pub(crate) struct RequestCheckScope<'a> {
     /// Members of the process set.
     pub(crate) ranks: &'a [Rank],
     /// This rank, one of them.
@@ -31,7 +31,7 @@ pub(crate) struct RequestContext<'a> {
 /// Checks a request. Splits it into this rank's part and the part that must be equal on all ranks.
 pub(crate) fn check_request(
     request: CollectiveRequest,
-    place: &RequestContext<'_>,
+    place: &RequestCheckScope<'_>,
     (group, group_size): (u64, u32),
     since: Instant,
 ) -> Result<(PendingEntry, RequestSignature)> {
@@ -50,13 +50,15 @@ pub(crate) fn check_request(
             };
             (call, Vec::new())
         }
-        RequestKind::Broadcast { root } => (place.broadcast_call(root, process_set)?, Vec::new()),
+        RequestKind::Broadcast { root } => {
+            (place.checked_broadcast_call(root, process_set)?, Vec::new())
+        }
         RequestKind::Allgather => {
-            (CollectiveCall::Allgather, vec![take_first_dimension(&mut shape, operation, &name)?])
+            (CollectiveCall::Allgather, vec![zero_first_dimension(&mut shape, operation, &name)?])
         }
         RequestKind::Alltoall { splits } => {
             let members = u32::try_from(place.ranks.len()).unwrap_or(u32::MAX);
-            let rows = take_first_dimension(&mut shape, operation, &name)?;
+            let rows = zero_first_dimension(&mut shape, operation, &name)?;
             (
                 CollectiveCall::Alltoall { members },
                 resolve_splits(splits, rows, place.ranks.len(), &name)?,
@@ -66,7 +68,7 @@ pub(crate) fn check_request(
             if shape.is_empty() {
                 return Err(Error::Scalar { operation, tensor: name });
             }
-            if !matches!(op.without_inter_host_rounding(), ReduceOp::Average | ReduceOp::Sum) {
+            if !matches!(op.with_unrounded_partials(), ReduceOp::Average | ReduceOp::Sum) {
                 return Err(Error::Reduction { operation, op, tensor: name });
             }
             let (prescale, postscale) = (prescale.to_bits(), postscale.to_bits());
@@ -81,14 +83,14 @@ pub(crate) fn check_request(
             (CollectiveCall::Join { gather: allow_gather }, Vec::new())
         }
         RequestKind::Change(change) => {
-            let (topic, numbers) = change.encode_numbers();
+            let (topic, numbers) = change.encode_topic_and_numbers();
             shape = numbers;
             (CollectiveCall::Change(topic), Vec::new())
         }
     };
     if dtype == DataType::Bool
         && call
-            .reduction_factors()
+            .reduction_and_factors()
             .is_some_and(|(_, before, after)| (before, after) != NEUTRAL_FACTORS)
     {
         return Err(Error::Factors { operation, dtype, tensor: name });
@@ -116,8 +118,8 @@ pub(crate) fn check_request(
     Ok((entry, signature))
 }
 
-impl RequestContext<'_> {
-    fn broadcast_call(&self, root: Rank, set: ProcessSetId) -> Result<CollectiveCall> {
+impl RequestCheckScope<'_> {
+    fn checked_broadcast_call(&self, root: Rank, set: ProcessSetId) -> Result<CollectiveCall> {
         match self.ranks.contains(&root) {
             true => Ok(CollectiveCall::Broadcast { root: root.0 }),
             false => Err(Error::RootNotInSet { root, set }),
@@ -184,7 +186,7 @@ fn check_buffer_size(
 }
 
 /// Takes the first dimension out of the shape, because it may differ between ranks.
-fn take_first_dimension(
+fn zero_first_dimension(
     shape: &mut [u64],
     operation: &'static str,
     name: &Arc<str>,

@@ -5,7 +5,7 @@
 
 use std::sync::{Arc, OnceLock};
 
-use farandole_collectives::{Device, DeviceFabric, Error};
+use farandole_collectives::{Device, DeviceCommunicatorFactory, Error};
 use farandole_kernels::{Buffer, MemoryKind};
 use farandole_negotiation::MemorySite;
 use parking_lot::RwLock;
@@ -17,11 +17,14 @@ pub(crate) struct EngineDevices {
     /// Ordinal of the device that this rank works with: the device of its first device tensor. Only
     /// tensors on this device take part in collectives among devices.
     own: OnceLock<u32>,
-    pub(crate) fabric: Option<Arc<dyn DeviceFabric>>,
+    pub(crate) fabric: Option<Arc<dyn DeviceCommunicatorFactory>>,
 }
 
 impl EngineDevices {
-    pub(crate) fn new(known: Vec<Arc<dyn Device>>, fabric: Option<Arc<dyn DeviceFabric>>) -> Self {
+    pub(crate) fn new(
+        known: Vec<Arc<dyn Device>>,
+        fabric: Option<Arc<dyn DeviceCommunicatorFactory>>,
+    ) -> Self {
         Self { known: RwLock::new(known), own: OnceLock::new(), fabric }
     }
 
@@ -38,7 +41,7 @@ impl EngineDevices {
     }
 
     /// Returns the ordinal of the device that this rank works with, once it has used one.
-    pub(crate) fn own_ordinal(&self) -> Option<u32> {
+    pub(crate) fn own_device_ordinal(&self) -> Option<u32> {
         self.own.get().copied()
     }
 

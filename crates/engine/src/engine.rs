@@ -16,9 +16,9 @@ use farandole_negotiation::{Set, hash_names};
 use farandole_world::{ProcessSetId, Rank, World};
 use parking_lot::Mutex;
 
-use self::helping::HelpBackoff;
+use self::helping::InlineDriveBackoff;
 use crate::callbacks::Callback;
-use crate::check::{self, RequestContext};
+use crate::check::{self, RequestCheckScope};
 use crate::devices::EngineDevices;
 use crate::progress::EngineShared;
 use crate::registry::{ProcessSetRegistry, SetMembership};
@@ -58,7 +58,7 @@ pub struct Engine {
     shared: ProcessSetContext,
     devices: Arc<EngineDevices>,
     pub(crate) tracer: Arc<OperationTracer>,
-    help_backoff: HelpBackoff,
+    help_backoff: InlineDriveBackoff,
     pid: u32,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
@@ -107,7 +107,7 @@ impl Engine {
             shared,
             devices,
             tracer,
-            help_backoff: HelpBackoff::default(),
+            help_backoff: InlineDriveBackoff::default(),
             pid: std::process::id(),
             thread: Mutex::new(Some(thread)),
         })
@@ -192,7 +192,7 @@ impl Engine {
     ///
     /// # Errors
     /// Like [`Engine::process_set_members`].
-    pub fn reducescatter_rows(&self, rows: u64, set: ProcessSetId) -> Result<u64> {
+    pub fn own_reducescatter_rows(&self, rows: u64, set: ProcessSetId) -> Result<u64> {
         let ranks = &self.process_set_membership(set)?.ranks;
         let member =
             ranks.iter().position(|rank| *rank == self.inner.world.rank).unwrap_or_default();
@@ -264,7 +264,7 @@ impl Engine {
         }
         // Before the submission: after it, a failure to start the thread would leave requests
         // without callbacks.
-        self.inner.callbacks.ensure_thread()?;
+        self.inner.callbacks.start_callback_thread_if_needed()?;
         self.admit_group(requests, done)?;
         self.inner.announce_submission();
         Ok(())
@@ -324,7 +324,7 @@ impl Engine {
     /// Like [`Engine::submit`]; `done` is dropped then.
     pub fn submit_with_callback(&self, request: CollectiveRequest, done: Callback) -> Result<()> {
         self.check_original_process()?;
-        self.inner.callbacks.ensure_thread()?;
+        self.inner.callbacks.start_callback_thread_if_needed()?;
         self.admit_request(request, Some(done))?;
         self.inner.announce_submission();
         Ok(())
@@ -445,7 +445,7 @@ impl Engine {
     ) -> Result<CheckedSubmission> {
         let SetMembership { key, ranks } = self.process_set_membership(request.process_set)?;
         let place =
-            RequestContext { ranks: &ranks, me: self.inner.world.rank, devices: &self.devices };
+            RequestCheckScope { ranks: &ranks, me: self.inner.world.rank, devices: &self.devices };
         let set = request.process_set;
         let (entry, signature) = check::check_request(request, &place, group, since)?;
         tracing::trace!(rank = place.me.0, tensor = &*entry.name, process_set = set.0, "submitted");

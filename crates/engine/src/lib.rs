@@ -5,7 +5,7 @@
 //!
 //! The engine owns the order of collectives. It does not know frameworks, registrars, links or
 //! arithmetic. The types and pure functions of the agreement among ranks are in `negotiation`. Its
-//! caller provides a world, control links, communicators, devices and a [`ProgressHost`] to sleep
+//! caller provides a world, control links, communicators, devices and a [`DriverParkingAndLiveness`] to sleep
 //! with.
 //!
 //! ```text
@@ -72,7 +72,7 @@ pub use callbacks::Callback;
 pub use engine::{Engine, EngineStatistics};
 pub use error::{Error, Result, StopCause};
 pub use farandole_negotiation::control_peers;
-pub use options::{EngineOptions, EngineSettings, ProcessSetOptions, ProgressHost};
+pub use options::{DriverParkingAndLiveness, EngineOptions, EngineSettings, ProcessSetOptions};
 pub use request::{
     CollectiveRequest, ProcessSetChange, RequestCompletion, RequestHandle, RequestKind,
 };

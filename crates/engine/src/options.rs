@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use farandole_collectives::{Communicator, Device, DeviceFabric};
+use farandole_collectives::{Communicator, Device, DeviceCommunicatorFactory};
 use farandole_config::Config;
 use farandole_transport::Link;
 use farandole_world::{ProcessSetId, Rank, World};
@@ -18,7 +18,7 @@ use crate::{AutotuneOptions, EngineObserver};
 /// The order of calls is: `prepare_park`; check every source of work once more; then `park` or
 /// `cancel_park`. Data that arrives after `prepare_park` ends the `park`, even if it arrives before
 /// `park` is called.
-pub trait ProgressHost: Send + Sync {
+pub trait DriverParkingAndLiveness: Send + Sync {
     /// Prepares a sleep: from now on a peer that commits to a link, and `unpark`, wake this
     /// process.
     fn prepare_park(&self);
@@ -132,7 +132,7 @@ pub struct EngineOptions {
     /// Settings.
     pub settings: EngineSettings,
     /// Sleep, wake-up and liveness of this process.
-    pub host: Arc<dyn ProgressHost>,
+    pub host: Arc<dyn DriverParkingAndLiveness>,
     /// Process sets with this rank in them; set 0 must be among them.
     pub sets: Vec<ProcessSetOptions>,
     /// Process sets without this rank. They make the error for such a set differ from the error for
@@ -143,7 +143,7 @@ pub struct EngineOptions {
     pub devices: Vec<Arc<dyn Device>>,
     /// Factory of communicators among devices; without one, tensors on devices go through host
     /// memory.
-    pub fabric: Option<Arc<dyn DeviceFabric>>,
+    pub fabric: Option<Arc<dyn DeviceCommunicatorFactory>>,
     /// Receiver of stall reports, which also describes the threads of this process.
     pub observer: Arc<dyn EngineObserver>,
 }

@@ -25,8 +25,8 @@ use crate::callbacks::{Call, CallbackQueue};
 use crate::set::{FinishedRequest, ProcessSet};
 use crate::submission_table::{CheckedSubmission, SubmissionTable};
 use crate::{
-    EngineSettings, EngineStatistics, Error, ProgressHost, RequestCompletion, RequestHandle,
-    Result, StopCause,
+    DriverParkingAndLiveness, EngineSettings, EngineStatistics, Error, RequestCompletion,
+    RequestHandle, Result, StopCause,
 };
 
 /// Interval at which this process sends heartbeats and checks its peers.
@@ -75,7 +75,7 @@ enum DriveGoal {
 pub(crate) struct EngineShared {
     pub(crate) world: Arc<World>,
     pub(crate) settings: Arc<EngineSettings>,
-    pub(crate) host: Arc<dyn ProgressHost>,
+    pub(crate) host: Arc<dyn DriverParkingAndLiveness>,
     pub(crate) progress: Mutex<DriverState>,
     pub(crate) submissions: Mutex<SubmissionTable>,
     pub(crate) callbacks: CallbackQueue,
@@ -93,7 +93,7 @@ impl EngineShared {
     pub(crate) fn new(
         world: Arc<World>,
         settings: Arc<EngineSettings>,
-        host: Arc<dyn ProgressHost>,
+        host: Arc<dyn DriverParkingAndLiveness>,
         sets: Vec<ProcessSet>,
     ) -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -137,7 +137,7 @@ impl EngineShared {
     pub(crate) fn ensure_driven(&self) {
         match self.progress.try_lock() {
             Some(mut driver) => {
-                self.enqueue_or_stop(&mut driver);
+                self.announce_submissions_or_stop(&mut driver);
                 self.release_driver(driver);
             }
             None => self.wake_driver(),
@@ -162,8 +162,8 @@ impl EngineShared {
         deadline: Instant,
     ) -> Result<Option<RequestCompletion>> {
         self.signals.increment_lock_waiters();
-        while let Some(mut driver) = self.acquire_driver(handle, deadline) {
-            self.drive_until(&mut driver, DriveGoal::Done(handle, deadline));
+        while let Some(mut driver) = self.acquire_driver_unless_done(handle, deadline) {
+            self.drive_until_goal(&mut driver, DriveGoal::Done(handle, deadline));
             self.unlock_driver(driver);
             // The drive may have ended only because another thread wanted the lock.
             if Instant::now() >= deadline || !self.submissions.lock().is_pending(handle) {
@@ -178,7 +178,7 @@ impl EngineShared {
 
     /// Acquires the progress lock. Returns `None` if the result is there or the deadline has
     /// passed.
-    fn acquire_driver(
+    fn acquire_driver_unless_done(
         &self,
         handle: RequestHandle,
         deadline: Instant,
@@ -250,12 +250,12 @@ impl EngineShared {
         let mut driver = self.preempt_driver();
         self.submissions.lock().close_set(key, &cause);
         // Takes the queue first: no submission may be queued for a set that is gone.
-        self.enqueue_or_stop(&mut driver);
+        self.announce_submissions_or_stop(&mut driver);
         let driven = &mut *driver;
         if let Some(set) = driven.sets.iter_mut().find(|set| set.key == key) {
             set.retire_set(cause, deadline, &mut driven.finished);
         }
-        self.post_finished(driven, key);
+        self.post_finished_requests(driven, key);
         self.release_driver(driver);
     }
 
@@ -292,7 +292,10 @@ impl EngineShared {
             return false;
         }
         let Some(mut driver) = self.progress.try_lock() else { return false };
-        self.drive_until(&mut driver, if listen { DriveGoal::AnyEvent } else { DriveGoal::Idle });
+        self.drive_until_goal(
+            &mut driver,
+            if listen { DriveGoal::AnyEvent } else { DriveGoal::Idle },
+        );
         self.release_driver(driver);
         true
     }

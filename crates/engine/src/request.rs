@@ -91,7 +91,7 @@ pub enum ProcessSetChange {
 }
 
 impl ProcessSetChange {
-    pub(crate) fn encode_numbers(&self) -> (ChangeTopic, Vec<u64>) {
+    pub(crate) fn encode_topic_and_numbers(&self) -> (ChangeTopic, Vec<u64>) {
         match self {
             Self::Add(ranks) => {
                 (ChangeTopic::Add, ranks.iter().map(|rank| rank.0.into()).collect())
@@ -151,20 +151,24 @@ pub struct CollectiveRequest {
 impl CollectiveRequest {
     /// Returns a barrier among the members of `process_set`.
     pub fn barrier(name: impl Into<String>, process_set: ProcessSetId) -> Self {
-        Self::without_data(name.into(), RequestKind::Barrier, process_set)
+        Self::new_dataless_request(name.into(), RequestKind::Barrier, process_set)
     }
 
     /// Returns an agreement of all ranks on a change of the process sets.
     pub fn process_set_change(name: impl Into<String>, change: ProcessSetChange) -> Self {
-        Self::without_data(name.into(), RequestKind::Change(change), ProcessSetId::GLOBAL)
+        Self::new_dataless_request(name.into(), RequestKind::Change(change), ProcessSetId::GLOBAL)
     }
 
     /// Returns a join; see [`RequestKind::Join`].
     pub fn join(name: impl Into<String>, allow_gather: bool) -> Self {
-        Self::without_data(name.into(), RequestKind::Join { allow_gather }, ProcessSetId::GLOBAL)
+        Self::new_dataless_request(
+            name.into(),
+            RequestKind::Join { allow_gather },
+            ProcessSetId::GLOBAL,
+        )
     }
 
-    fn without_data(name: String, kind: RequestKind, process_set: ProcessSetId) -> Self {
+    fn new_dataless_request(name: String, kind: RequestKind, process_set: ProcessSetId) -> Self {
         let nothing = HostMemory::new(0).as_buffer();
         Self {
             name,

@@ -29,7 +29,7 @@ pub trait EngineObserver: Send + Sync {
     /// Requests the stacks of this process's threads, because another rank waits for this one. Send
     /// the text with [`StackAnswer::send_stacks`] later, from any thread. If the answer is dropped,
     /// the stacks count as unknown.
-    fn describe_threads(&self, answer: StackAnswer) {
+    fn request_thread_stacks(&self, answer: StackAnswer) {
         drop(answer);
     }
 }

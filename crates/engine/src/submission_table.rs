@@ -28,7 +28,7 @@ enum HandleState {
 }
 
 #[derive(Default)]
-struct SetSubmissions {
+struct SetSubmissionState {
     in_flight: Set<Arc<str>>,
     close_cause: Option<Arc<StopCause>>,
     /// Handle of this rank's join in flight: the rank may submit nothing else meanwhile.
@@ -45,7 +45,7 @@ static NEXT_HANDLE: AtomicU64 = AtomicU64::new(1);
 pub(crate) struct SubmissionTable {
     handles: Map<u64, HandleState>,
     /// Submissions by the key of the set.
-    sets: Map<usize, SetSubmissions>,
+    sets: Map<usize, SetSubmissionState>,
     queue: VecDeque<CheckedSubmission>,
     stopped: Option<Arc<StopCause>>,
 }
@@ -215,7 +215,11 @@ impl SubmissionTable {
     }
 
     /// Fails all handles without a result. After a panic in a set, its requests may be lost.
-    pub(crate) fn fail_unfinished(&mut self, cause: &Arc<StopCause>, calls: &mut Vec<Call>) {
+    pub(crate) fn fail_unfinished_requests(
+        &mut self,
+        cause: &Arc<StopCause>,
+        calls: &mut Vec<Call>,
+    ) {
         let open = |(number, state): (&u64, &HandleState)| {
             (!matches!(state, HandleState::Done(_))).then_some(*number)
         };

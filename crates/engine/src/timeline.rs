@@ -66,7 +66,7 @@ macro_rules! labels {
     };
 }
 
-pub(crate) fn labels_for_call(call: &CollectiveCall) -> TimelineLabels {
+pub(crate) fn timeline_labels_for_call(call: &CollectiveCall) -> TimelineLabels {
     if matches!(call, CollectiveCall::Allreduce { op: ReduceOp::Adasum, .. }) {
         return labels!("ADASUM");
     }

@@ -120,7 +120,7 @@ impl Autotuner {
         if self.first.as_ref() == Some(tensor) {
             self.steps += 1;
             if self.steps >= self.options.steps_per_score.max(1) {
-                self.finish_score(now);
+                self.finish_throughput_score(now);
             }
         }
         // A score begins with a tensor whose return marks the end of each step.
@@ -131,7 +131,7 @@ impl Autotuner {
         self.bytes += bytes;
     }
 
-    fn finish_score(&mut self, now: Instant) {
+    fn finish_throughput_score(&mut self, now: Instant) {
         let Some(since) = self.since.replace(now) else { return };
         let micros = now.saturating_duration_since(since).as_secs_f64() * 1e6;
         // Clocks may show no time between two steps.

@@ -40,7 +40,7 @@ impl OutcomeReceiver {
                     // Before any caller gets it, and submits the next operation.
                     operation_numbers::record_join();
                 }
-                let outputs: Vec<TensorOutput> = completions.iter().map(to_output).collect();
+                let outputs: Vec<TensorOutput> = completions.iter().map(to_table_output).collect();
                 self.call_done_callback(EngineStatusCode::Success, c"", &outputs);
             }
             Err(failure) => self.call_done_callback(failure.code, &failure.to_c_string(), &[]),
@@ -60,8 +60,8 @@ impl OutcomeReceiver {
 }
 
 /// Converts a completion to an output of the engine table. The memory goes along as a raw box that
-/// [`free_output`] takes back.
-fn to_output(completion: &RequestCompletion) -> TensorOutput {
+/// [`free_tensor_output`] takes back.
+fn to_table_output(completion: &RequestCompletion) -> TensorOutput {
     let (address, bytes, owner) = match &completion.output {
         Some(memory) => {
             // The C caller frees the memory by this pointer, after the completion here is gone.
@@ -84,7 +84,7 @@ fn to_output(completion: &RequestCompletion) -> TensorOutput {
 ///
 /// # Safety
 /// `owner` is null, or came with an [`TensorOutput`] and was not freed.
-pub(crate) unsafe extern "C" fn free_output(owner: *mut c_void) {
+pub(crate) unsafe extern "C" fn free_tensor_output(owner: *mut c_void) {
     if !owner.is_null() {
         // SAFETY: made by `output`, given back once by the caller's promise.
         drop(unsafe { Box::from_raw(owner.cast::<HostMemory>()) });

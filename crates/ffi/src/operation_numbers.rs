@@ -45,7 +45,7 @@ fn with_operation_numbers<T>(
 }
 
 /// Returns the suffix of a name in a set of this session, with a dot before it.
-pub(crate) fn next_suffix(
+pub(crate) fn next_operation_suffix(
     session: &Arc<Session>,
     set: ProcessSetId,
     members: Arc<[Rank]>,

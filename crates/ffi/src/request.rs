@@ -32,8 +32,11 @@ pub(crate) unsafe fn convert_requests(
     if call.numbered != 0
         && let Ok(members) = session.engine().process_set_members(ProcessSetId(call.process_set))
     {
-        let number =
-            operation_numbers::next_suffix(session, ProcessSetId(call.process_set), members);
+        let number = operation_numbers::next_operation_suffix(
+            session,
+            ProcessSetId(call.process_set),
+            members,
+        );
         requests.iter_mut().for_each(|request| request.name.push_str(&number));
     }
     Ok(requests)

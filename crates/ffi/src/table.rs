@@ -29,7 +29,7 @@ static ENGINE_TABLE: EngineTable = EngineTable {
     bytes: TABLE_BYTES,
     submit: submit_requests,
     place: write_placement,
-    free: completion::free_output,
+    free: completion::free_tensor_output,
 };
 
 /// Longest attended wait before it begins again; the engine's own deadlines end it.
@@ -60,9 +60,9 @@ unsafe extern "C" fn submit_requests(
         // SAFETY: the caller promises that the pointers in the requests are valid.
         let requests = unsafe { request::convert_requests(&session, call, requests) }?;
         match call.attended {
-            0 => submit_unattended(&session, requests, receiver),
-            1 => drive_to_end(&session, requests, receiver),
-            _ => drive_briefly(&session, requests, receiver),
+            0 => submit_to_engine_threads(&session, requests, receiver),
+            1 => drive_requests_to_end(&session, requests, receiver),
+            _ => drive_requests_briefly(&session, requests, receiver),
         }
     });
     // SAFETY: `capacity` bytes are at `message`.
@@ -70,7 +70,7 @@ unsafe extern "C" fn submit_requests(
 }
 
 /// Leaves the requests with the engine's own threads.
-fn submit_unattended(
+fn submit_to_engine_threads(
     session: &Arc<Session>,
     mut requests: Vec<CollectiveRequest>,
     receiver: OutcomeReceiver,
@@ -88,7 +88,7 @@ fn submit_unattended(
 
 /// Drives the requests on this thread for a moment, and leaves the rest to the engine's own
 /// threads.
-fn drive_briefly(
+fn drive_requests_briefly(
     session: &Arc<Session>,
     requests: Vec<CollectiveRequest>,
     receiver: OutcomeReceiver,
@@ -100,7 +100,7 @@ fn drive_briefly(
             .map(|receiver| completion::group_callbacks(receiver, count))
             .unwrap_or_default()
     };
-    if let Some(results) = session.engine().submit_and_help(requests, later)?
+    if let Some(results) = session.engine().submit_and_drive_briefly(requests, later)?
         && let Some(receiver) = receiver
     {
         let merge = |results, result: Result<_, farandole::engine::Error>| {
@@ -112,7 +112,7 @@ fn drive_briefly(
 }
 
 /// Drives the requests on this thread.
-fn drive_to_end(
+fn drive_requests_to_end(
     session: &Arc<Session>,
     mut requests: Vec<CollectiveRequest>,
     receiver: OutcomeReceiver,

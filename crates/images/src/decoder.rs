@@ -46,7 +46,7 @@ impl ImageDecoder {
     /// damaged or too large. The content of `out` is then undefined.
     pub fn decode_file(&mut self, file: &[u8], out: ImageOutput<'_>) -> Result<()> {
         // A panic for a damaged file must become the error of one row (`IM-3`).
-        let done = catch_unwind(AssertUnwindSafe(|| self.decode_unguarded(file, out)));
+        let done = catch_unwind(AssertUnwindSafe(|| self.decode_without_panic_guard(file, out)));
         // After a panic, the buffers may have sizes that contradict each other.
         if self.image.bytes.capacity() > MAX_KEPT_BYTES || done.is_err() {
             *self = Self::new(self.steps.clone());
@@ -54,7 +54,7 @@ impl ImageDecoder {
         done.unwrap_or_else(|_| Err(Error::damaged_error("the decoder gave up")))
     }
 
-    fn decode_unguarded(&mut self, file: &[u8], out: ImageOutput<'_>) -> Result<()> {
+    fn decode_without_panic_guard(&mut self, file: &[u8], out: ImageOutput<'_>) -> Result<()> {
         let Self { steps, resizer, image, fitted, spare } = self;
         let orientation = if file.starts_with(png::FILE_SIGNATURE) {
             png::decode_image(file, image)?
@@ -70,10 +70,10 @@ impl ImageDecoder {
         image.convert_mode(steps.mode, spare);
         // A resize to the same size costs time and changes nothing.
         if (image.width, image.height) == (steps.width, steps.height) {
-            return steps.write_image(image, out);
+            return steps.write_image_to_batch(image, out);
         }
         resize_image(steps, resizer, image, fitted, spare)?;
-        steps.write_image(fitted, out)
+        steps.write_image_to_batch(fitted, out)
     }
 }
 

@@ -33,7 +33,7 @@ struct JpegHeader {
     scan: usize,
 }
 
-const fn rare_kind_error(kind: &'static str) -> Error {
+const fn rare_jpeg_kind_error(kind: &'static str) -> Error {
     Error::RareKind { kind }
 }
 
@@ -65,13 +65,13 @@ fn read_header(file: &[u8]) -> Result<JpegHeader> {
                 let (width, height, components) = frame.ok_or_else(cut)?;
                 let turned = match exif {
                     Some(exif) => read_orientation(exif)
-                        .map_err(|()| rare_kind_error("a JPEG with odd EXIF metadata"))?,
+                        .map_err(|()| rare_jpeg_kind_error("a JPEG with odd EXIF metadata"))?,
                     None => None,
                 };
                 // Pillow takes the orientation from XMP if EXIF has none; this crate does not parse
                 // XMP.
                 if turned.is_none() && xmp {
-                    return Err(rare_kind_error("a JPEG that XMP metadata says to turn"));
+                    return Err(rare_jpeg_kind_error("a JPEG that XMP metadata says to turn"));
                 }
                 return Ok(JpegHeader {
                     width,
@@ -92,30 +92,32 @@ fn read_header(file: &[u8]) -> Result<JpegHeader> {
                     // libjpeg, and so Pillow, takes these ids as a sign that colors are not
                     // transformed.
                     (8, 3, b"RGB") => {
-                        return Err(rare_kind_error("a JPEG that stores red, green and blue"));
+                        return Err(rare_jpeg_kind_error("a JPEG that stores red, green and blue"));
                     }
                     (8, 1 | 3, _) => {}
-                    (8, _, _) => return Err(rare_kind_error("a JPEG of four colors")),
-                    _ => return Err(rare_kind_error("a JPEG of more than 8 bits")),
+                    (8, _, _) => return Err(rare_jpeg_kind_error("a JPEG of four colors")),
+                    _ => return Err(rare_jpeg_kind_error("a JPEG of more than 8 bits")),
                 }
                 let size =
                     (u16::from_be_bytes([*wide, *narrow]), u16::from_be_bytes([*high, *low]));
                 // A height of 0 stands in a DNL segment after the first scan.
                 if size.0 == 0 || size.1 == 0 {
-                    return Err(rare_kind_error("a JPEG that does not say its size"));
+                    return Err(rare_jpeg_kind_error("a JPEG that does not say its size"));
                 }
                 frame = Some((size.0, size.1, *components));
             }
             // Tables for Huffman and arithmetic coding have markers in the range of frame markers.
             0xC4 | 0xCC => {}
             0xC0..=0xCF => {
-                return Err(rare_kind_error("a JPEG that is lossless, arithmetic or hierarchical"));
+                return Err(rare_jpeg_kind_error(
+                    "a JPEG that is lossless, arithmetic or hierarchical",
+                ));
             }
             0xE1 if content.starts_with(EXIF_PREFIX) => {
                 let before = exif.replace(content.get(EXIF_PREFIX.len()..).unwrap_or_default());
                 // Pillow joins the parts of EXIF metadata that exceeds a segment.
                 if before.is_some() {
-                    return Err(rare_kind_error("a JPEG with EXIF metadata in parts"));
+                    return Err(rare_jpeg_kind_error("a JPEG with EXIF metadata in parts"));
                 }
             }
             0xE1 if content.starts_with(XMP_PREFIX) => {
@@ -127,7 +129,7 @@ fn read_header(file: &[u8]) -> Result<JpegHeader> {
             0xEE if content.starts_with(ADOBE_PREFIX)
                 && content.get(11).is_some_and(|how| *how != 1) =>
             {
-                return Err(rare_kind_error(
+                return Err(rare_jpeg_kind_error(
                     "a JPEG whose Adobe segment names another color space",
                 ));
             }
@@ -153,7 +155,7 @@ pub(crate) fn decode_image(
     let (width, height) = (u32::from(header.width), u32::from(header.height));
     check_pixel_count(width, height)?;
     if width.min(height) >= small {
-        return Err(rare_kind_error("a JPEG that is decoded faster at a part of its size"));
+        return Err(rare_jpeg_kind_error("a JPEG that is decoded faster at a part of its size"));
     }
     // Without an end marker, the last rows may be missing.
     if !file.get(header.scan..).is_some_and(|rest| {
@@ -174,7 +176,7 @@ pub(crate) fn decode_image(
     decoder.decode_headers().map_err(Error::damaged_error)?;
     image.resize_buffer(width, height, channels);
     if decoder.output_buffer_size() != Some(image.bytes.len()) {
-        return Err(rare_kind_error("a JPEG whose parts disagree about its size"));
+        return Err(rare_jpeg_kind_error("a JPEG whose parts disagree about its size"));
     }
     decoder.decode_into(&mut image.bytes).map_err(Error::damaged_error)?;
     Ok(header.orientation)

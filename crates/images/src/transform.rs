@@ -60,7 +60,11 @@ impl ImageTransform {
     }
 
     /// Writes an image that already has the right size and mode to `out`.
-    pub(crate) fn write_image(&self, image: &PixelBuffer, out: ImageOutput<'_>) -> Result<()> {
+    pub(crate) fn write_image_to_batch(
+        &self,
+        image: &PixelBuffer,
+        out: ImageOutput<'_>,
+    ) -> Result<()> {
         let expected = self.value_count();
         let found = match &out {
             ImageOutput::Bytes(out) => out.len(),
@@ -74,14 +78,16 @@ impl ImageTransform {
             ImageOutput::Bytes(out) if self.channels_last || self.mode == ColorMode::Gray => {
                 out.copy_from_slice(&image.bytes);
             }
-            ImageOutput::Bytes(out) => self.write_values(&image.bytes, out, |_, value| value),
+            ImageOutput::Bytes(out) => {
+                self.write_channel_values(&image.bytes, out, |_, value| value)
+            }
             ImageOutput::Floats(out) => {
                 let one = ChannelScale { factor: 1.0, shift: 0.0 };
                 let scale = |channel| {
                     self.scales.get(channel).or(self.scales.first()).copied().unwrap_or(one)
                 };
                 let scales = [scale(0), scale(1), scale(2)];
-                self.write_values(&image.bytes, out, |channel, value| {
+                self.write_channel_values(&image.bytes, out, |channel, value| {
                     let ChannelScale { factor, shift } =
                         scales.get(channel).copied().unwrap_or(one);
                     f32::from(value) * factor - shift
@@ -92,7 +98,12 @@ impl ImageTransform {
     }
 
     /// Writes every value, converted by channel, in one pass.
-    fn write_values<T>(&self, bytes: &[u8], out: &mut [T], convert: impl Fn(usize, u8) -> T) {
+    fn write_channel_values<T>(
+        &self,
+        bytes: &[u8],
+        out: &mut [T],
+        convert: impl Fn(usize, u8) -> T,
+    ) {
         // Arrays of three need no bounds checks in the loops below.
         let (pixels, _) = bytes.as_chunks::<3>();
         match (self.mode, self.channels_last) {
@@ -138,16 +149,16 @@ mod tests {
     fn values_lie_in_the_order_that_is_asked_for() {
         let image = PixelBuffer { width: 2, height: 1, channels: 3, bytes: vec![1, 2, 3, 4, 5, 6] };
         let mut bytes = [0; 6];
-        steps(false).write_image(&image, ImageOutput::Bytes(&mut bytes)).unwrap();
+        steps(false).write_image_to_batch(&image, ImageOutput::Bytes(&mut bytes)).unwrap();
         assert_eq!(bytes, [1, 4, 2, 5, 3, 6]);
-        steps(true).write_image(&image, ImageOutput::Bytes(&mut bytes)).unwrap();
+        steps(true).write_image_to_batch(&image, ImageOutput::Bytes(&mut bytes)).unwrap();
         assert_eq!(bytes, [1, 2, 3, 4, 5, 6]);
         let mut floats = [0.0; 6];
-        steps(false).write_image(&image, ImageOutput::Floats(&mut floats)).unwrap();
+        steps(false).write_image_to_batch(&image, ImageOutput::Floats(&mut floats)).unwrap();
         assert_eq!(floats, [1.0, 4.0, 3.0, 9.0, 1.5, 3.0]);
-        steps(true).write_image(&image, ImageOutput::Floats(&mut floats)).unwrap();
+        steps(true).write_image_to_batch(&image, ImageOutput::Floats(&mut floats)).unwrap();
         assert_eq!(floats, [1.0, 3.0, 1.5, 4.0, 9.0, 3.0]);
-        let room = steps(true).write_image(&image, ImageOutput::Floats(&mut floats[..5]));
+        let room = steps(true).write_image_to_batch(&image, ImageOutput::Floats(&mut floats[..5]));
         assert!(matches!(room, Err(Error::OutputSize { expected: 6, found: 5 })));
     }
 }

@@ -140,7 +140,7 @@ pub enum ReduceOp {
 impl ReduceOp {
     /// Returns the operation without the rounding between hosts.
     #[must_use]
-    pub const fn without_inter_host_rounding(self) -> Self {
+    pub const fn with_unrounded_partials(self) -> Self {
         match self {
             Self::RoundedAverage => Self::Average,
             Self::RoundedSum => Self::Sum,

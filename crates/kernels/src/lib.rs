@@ -39,5 +39,6 @@ pub use dtype::{DataType, ReduceOp};
 pub use error::{Error, Result};
 pub use reduction::{
     AdasumPrecision, AdasumProducts, BlockReducer, HierarchicalOrder, InstructionSet,
-    ReductionOrder, ReductionSpec, fill_neutral, neutral_element, reduce_member_blocks,
+    ReductionOrder, ReductionSpec, fill_with_neutral_element, neutral_element,
+    reduce_member_blocks,
 };

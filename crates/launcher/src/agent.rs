@@ -23,7 +23,7 @@ use crate::environment::{
 };
 use crate::error::{Error, Result};
 use crate::master_address::share_master_address;
-use crate::timeline_upload::WorkerTimeline;
+use crate::timeline_upload::WorkerTimelineFolder;
 use crate::worker::{
     ExitWait, LineReceiver, StopSignal, WorkerExit, WorkerProcess, WorkerStartOptions,
 };
@@ -121,7 +121,7 @@ impl WorkerOutcome {
         !self.aborted && self.exit_kind.as_ref().is_some_and(ExitKind::is_success)
     }
 
-    pub(crate) fn without_worker(reason: String) -> Self {
+    pub(crate) fn outcome_without_worker(reason: String) -> Self {
         Self {
             rank: None,
             size: None,
@@ -229,7 +229,7 @@ impl Agent {
     /// Ends the worker, and reports of its end, unless the registrar still answers: the launcher,
     /// which runs the registrar, sends nothing more on its own connection. The answer may take
     /// `peer_timeout`, so a thread waits for it.
-    pub fn check_launcher(&self) {
+    pub fn end_worker_if_registrar_silent(&self) {
         let client = match &*self.phase.lock() {
             AgentPhase::Starting(_) => None,
             AgentPhase::Running(client) => Some(client.clone()),
@@ -345,7 +345,7 @@ impl AgentRun {
             },
             source => return Err(Error::Registrar { task, source: Box::new(source) }),
         };
-        Ok(WorkerOutcome { rank, retry: again, ..WorkerOutcome::without_worker(reason) })
+        Ok(WorkerOutcome { rank, retry: again, ..WorkerOutcome::outcome_without_worker(reason) })
     }
 
     /// Connects to the registrar and registers the task.
@@ -391,7 +391,7 @@ impl AgentRun {
             if let AgentPhase::Cancelled(reason) = &*phase {
                 return Ok(WorkerOutcome {
                     rank: place.rank,
-                    ..WorkerOutcome::without_worker(reason.clone())
+                    ..WorkerOutcome::outcome_without_worker(reason.clone())
                 });
             }
             // Under one lock with the check above: a cancellation in between would find no worker
@@ -429,7 +429,7 @@ impl AgentRun {
             Err(_) => return Err(Error::ThreadEnded { task: self.task.task }),
         };
         let mut cancelled = matches!(ended_by, Some(AgentSignal::Cancelled(..)));
-        let worker_exit = worker.collect_exit(|| {
+        let worker_exit = worker.reap_and_collect_output(|| {
             while let Ok(signal) = self.received_signals.try_recv() {
                 // A user who cancels does not wait for the rest of the output.
                 cancelled |= matches!(signal, AgentSignal::Cancelled(..));
@@ -444,7 +444,7 @@ impl AgentRun {
         let (first, last) =
             if worker_exit.exit_kind.is_success() { (gathered, None) } else { (None, gathered) };
         if let Some(gathered) = first {
-            gathered.send_to_driver(client, self.report_timeout(ended_by.as_ref()));
+            gathered.send_to_driver(client, self.exit_report_timeout(ended_by.as_ref()));
         }
         let outcome = self.report_exit(client, place, worker_exit, ended_by);
         if let Some(gathered) = last {
@@ -457,9 +457,9 @@ impl AgentRun {
         &self,
         client: &TaskClient,
         place: &WorkerPlacement,
-    ) -> (WorkerStartOptions, Option<WorkerTimeline>) {
+    ) -> (WorkerStartOptions, Option<WorkerTimelineFolder>) {
         let mut environment = self.task.environment.clone();
-        let gathered = WorkerTimeline::create_if_requested(&mut environment);
+        let gathered = WorkerTimelineFolder::create_folder_if_requested(&mut environment);
         if farandole_config::environment_variable(PYTHON_UNBUFFERED_VARIABLE).is_none() {
             // Unbuffered, so that lines appear when they are printed, and are not lost with a
             // killed worker.
@@ -504,7 +504,7 @@ impl AgentRun {
     ) -> farandole_registrar::Result<Option<GenerationVerdict>> {
         loop {
             if let Poll::Ready(verdict) =
-                client.report_exit_and_wait(exit, Instant::now() + EXIT_REPORT_TIMEOUT)?
+                client.report_exit_awaiting_peers(exit, Instant::now() + EXIT_REPORT_TIMEOUT)?
             {
                 return Ok(verdict);
             }
@@ -533,7 +533,7 @@ impl AgentRun {
     }
 
     /// Returns the longest time for the report of a worker's end.
-    fn report_timeout(&self, ended_by: Option<&AgentSignal>) -> Duration {
+    fn exit_report_timeout(&self, ended_by: Option<&AgentSignal>) -> Duration {
         match ended_by {
             Some(AgentSignal::Stop(_)) => LATE_REPORT_TIMEOUT,
             Some(AgentSignal::Cancelled(..)) => CANCELLED_REPORT_TIMEOUT,
@@ -551,7 +551,7 @@ impl AgentRun {
     ) -> WorkerOutcome {
         let WorkerExit { exit_kind: kind, stderr_tail, result } = worker_exit;
         let stopped = matches!(ended_by, Some(AgentSignal::Stop(_)));
-        let deadline = Instant::now() + self.report_timeout(ended_by.as_ref());
+        let deadline = Instant::now() + self.exit_report_timeout(ended_by.as_ref());
         // The exit code of Python is 1 for every exception, so only its last lines show the kind.
         let peer_error =
             !kind.is_success() && stderr_tail.iter().any(|line| is_peer_error_line(line));

@@ -11,7 +11,7 @@
 //! | direction | kind | body |
 //! | --- | --- | --- |
 //! | agent to launcher | `H` | [`AgentHello`], JSON |
-//! | launcher to agent | `O` | [`AgentOrder`], JSON |
+//! | launcher to agent | `O` | [`AgentLaunchRequest`], JSON |
 //! | launcher to agent | `P` | the payload of each worker, right after an order with `payload` |
 //! | launcher to agent | `I` | ask the workers to end: SIGINT |
 //! | launcher to agent | `E` | tell the workers to end: SIGTERM |
@@ -90,7 +90,7 @@ impl AgentHello {
 
 /// The order for an agent.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct AgentOrder {
+pub(crate) struct AgentLaunchRequest {
     pub(crate) ticket: String,
     pub(crate) tasks: Vec<u32>,
     pub(crate) command: Vec<String>,

@@ -105,15 +105,15 @@ pub(crate) fn elastic_worker_variables(
     removed.chain(set.map(|(name, value)| (name, Some(value)))).collect()
 }
 
-/// Like [`filter_forwarded`], for this process's environment.
+/// Like [`filter_forwarded_variables`], for this process's environment.
 pub fn forwarded_environment() -> BTreeMap<String, Option<String>> {
-    filter_forwarded(farandole_config::environment_variables())
+    filter_forwarded_variables(farandole_config::environment_variables())
 }
 
 /// Returns the variables that workers on other hosts get. Not forwarded are shell functions, the
 /// previous working directory, the choice of GPUs (each host makes it for itself), secrets, and
 /// variables of another job.
-fn filter_forwarded(
+fn filter_forwarded_variables(
     variables: impl IntoIterator<Item = (String, String)>,
 ) -> BTreeMap<String, Option<String>> {
     const JOB_VARIABLES: [&str; 8] =
@@ -157,7 +157,7 @@ mod tests {
             "FARANDOLE_OUTAGE",
             "HOROVOD_FUSION_THRESHOLD",
         ];
-        let given = filter_forwarded(all.map(|name| (name.to_owned(), "x".to_owned())));
+        let given = filter_forwarded_variables(all.map(|name| (name.to_owned(), "x".to_owned())));
         let names: Vec<&str> = given.keys().map(String::as_str).collect();
         assert_eq!(names, ["HOROVOD_FUSION_THRESHOLD", "OMP_NUM_THREADS", "PATH"]);
     }

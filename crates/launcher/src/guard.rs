@@ -37,13 +37,13 @@ impl ProcessGroupGuard {
     /// # Errors
     /// None of the programs could be started; the error has the reason of each.
     pub(crate) fn spawn_guard(group: Pid) -> io::Result<Self> {
-        Self::spawn_first(&guard_programs(std::env::current_exe().ok()), group)
+        Self::spawn_first_working_guard(&guard_programs(std::env::current_exe().ok()), group)
     }
 
-    fn spawn_first(candidates: &[GuardProgram], group: Pid) -> io::Result<Self> {
+    fn spawn_first_working_guard(candidates: &[GuardProgram], group: Pid) -> io::Result<Self> {
         let mut failures = Vec::new();
         for candidate in candidates {
-            match candidate.spawn_for_group(group) {
+            match candidate.spawn_guard_program(group) {
                 Ok(program) => return Ok(Self { program }),
                 Err(error) => failures.push(format!("{}: {error}", candidate.program.display())),
             }
@@ -65,7 +65,7 @@ impl ProcessGroupGuard {
 }
 
 impl GuardProgram {
-    fn spawn_for_group(&self, group: Pid) -> io::Result<Child> {
+    fn spawn_guard_program(&self, group: Pid) -> io::Result<Child> {
         Command::new(&self.program)
             .args(self.arguments)
             .arg(group.as_raw_nonzero().to_string())
@@ -109,7 +109,10 @@ mod tests {
     fn guarded(candidate: GuardProgram) -> (Child, ProcessGroupGuard) {
         let sleeper = Command::new("sleep").arg("600").process_group(0).spawn().unwrap();
         let group = Pid::from_raw(sleeper.id().try_into().unwrap()).unwrap();
-        (sleeper, ProcessGroupGuard::spawn_first(&[nowhere(), candidate], group).unwrap())
+        (
+            sleeper,
+            ProcessGroupGuard::spawn_first_working_guard(&[nowhere(), candidate], group).unwrap(),
+        )
     }
 
     fn python() -> GuardProgram {
@@ -143,7 +146,10 @@ mod tests {
     #[test]
     fn programs_that_cannot_be_started_are_named() {
         let group = rustix::process::getpid();
-        let error = ProcessGroupGuard::spawn_first(&[nowhere()], group).err().unwrap().to_string();
+        let error = ProcessGroupGuard::spawn_first_working_guard(&[nowhere()], group)
+            .err()
+            .unwrap()
+            .to_string();
         assert!(error.contains("/no/such/shell: No such file"), "{error}");
     }
 

@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 
 use crate::agent::{Agent, AgentTask, OutputTarget};
 use crate::agent_protocol::{
-    AGENT_GREETING, AgentFrameKind, AgentHello, AgentOrder, TaskEndMessage, read_frame,
+    AGENT_GREETING, AgentFrameKind, AgentHello, AgentLaunchRequest, TaskEndMessage, read_frame,
     write_frame, write_json_frame,
 };
 use crate::error::{Error, Result};
@@ -30,7 +30,7 @@ const AGENT_WAIT_INTERVAL: Duration = Duration::from_secs(60);
 ///
 /// # Errors
 /// `System` when the launcher's messages cannot be parsed.
-pub fn serve_host(
+pub fn serve_one_launcher(
     hello: &AgentHello,
     input: impl Read + Send + 'static,
     mut output: impl Write + Send,
@@ -40,7 +40,7 @@ pub fn serve_host(
     // Before the hello: the launcher skips the output of a login shell up to this line.
     writeln!(output, "{AGENT_GREETING}").map_err(lost)?;
     write_json_frame(&mut output, AgentFrameKind::Hello, hello).map_err(lost)?;
-    let Some((order, payload)) = read_order(&mut input).map_err(lost)? else {
+    let Some((order, payload)) = read_launch_request(&mut input).map_err(lost)? else {
         // The launcher ended before it sent an order.
         return Ok(());
     };
@@ -78,9 +78,11 @@ pub fn serve_host(
     Ok(())
 }
 
-fn read_order(input: &mut impl Read) -> io::Result<Option<(AgentOrder, Option<Vec<u8>>)>> {
+fn read_launch_request(
+    input: &mut impl Read,
+) -> io::Result<Option<(AgentLaunchRequest, Option<Vec<u8>>)>> {
     let unexpected = || io::Error::new(io::ErrorKind::InvalidData, "an order was expected");
-    let order: AgentOrder = match read_frame(input)? {
+    let order: AgentLaunchRequest = match read_frame(input)? {
         None => return Ok(None),
         Some((AgentFrameKind::Order, body)) => {
             serde_json::from_slice(&body).map_err(io::Error::other)?
@@ -97,7 +99,10 @@ fn read_order(input: &mut impl Read) -> io::Result<Option<(AgentOrder, Option<Ve
     }
 }
 
-fn start_agents(order: &AgentOrder, payload: Option<Vec<u8>>) -> Result<Arc<Vec<(TaskId, Agent)>>> {
+fn start_agents(
+    order: &AgentLaunchRequest,
+    payload: Option<Vec<u8>>,
+) -> Result<Arc<Vec<(TaskId, Agent)>>> {
     let ticket: Ticket = order
         .ticket
         .parse()
@@ -139,7 +144,7 @@ fn apply_launcher_frames(input: &mut impl Read, agents: &[(TaskId, Agent)], last
             Ok(Some((AgentFrameKind::Kill, _))) => all(&|agent| agent.kill_worker("interrupted")),
             Ok(Some(_)) => {}
             Ok(None) | Err(_) if lasting => return,
-            Ok(None) | Err(_) => return all(&Agent::check_launcher),
+            Ok(None) | Err(_) => return all(&Agent::end_worker_if_registrar_silent),
         }
     }
 }

@@ -6,7 +6,7 @@
 //! ```text
 //! run --+-- Registrar <---------------- TLS ----------------+
 //!       |-- Agent (thread) --> worker                       |
-//!       '-- RemoteAgent --ssh--> serve_host --> Agent ... --'
+//!       '-- RemoteAgent --ssh--> serve_one_launcher --> Agent ... --'
 //! ```
 
 use std::collections::BTreeMap;
@@ -38,7 +38,7 @@ pub struct StaticJob {
 
 impl StaticJob {
     /// Returns a job that uses only this host.
-    pub fn on_this_host(
+    pub fn job_on_this_host(
         num_proc: u32,
         command: Vec<String>,
         environment: BTreeMap<String, Option<String>>,

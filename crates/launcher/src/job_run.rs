@@ -14,7 +14,7 @@ use farandole_world::{TaskId, World};
 use crate::agent::OutputTarget;
 use crate::agent_pool::AgentPool;
 use crate::conductor::{
-    AgentChannel, Conductor, ConductorAction, ConductorInput, ConductorRules, StopLevel,
+    Conductor, ConductorAction, ConductorInput, ConductorRules, StopLevel, WorkerExitChannel,
 };
 use crate::elastic::host_watcher::{DiscoveredHosts, HostWatcher};
 use crate::error::{Error, Result};
@@ -87,7 +87,7 @@ impl<'a> JobRun<'a> {
         let rules = ConductorRules {
             elastic,
             collect_result: program.collect_result,
-            report_timeout: MIN_REPORT_TIMEOUT.max(program.config.peer_timeout),
+            exit_report_timeout: MIN_REPORT_TIMEOUT.max(program.config.peer_timeout),
         };
         Self {
             registrar,
@@ -107,8 +107,8 @@ impl<'a> JobRun<'a> {
         let Some(resumed) = self.registrar.resumed_job().cloned() else { return };
         (self.observe)(ElasticJobUpdate::Resumed { workers: resumed.workers.len() });
         for (task, host) in resumed.workers {
-            self.conductor.await_end(task.0, AgentChannel::RegistrarOnly);
-            self.conductor.set_host(task.0, host);
+            self.conductor.expect_worker_end(task.0, WorkerExitChannel::RegistrarOnly);
+            self.conductor.set_worker_host(task.0, host);
         }
         if let Some(world) = resumed.world {
             self.conductor.set_world(world);
@@ -126,7 +126,7 @@ impl<'a> JobRun<'a> {
             None => OutputTarget::Sink(Arc::clone(self.sink)),
         };
         self.agent_pool.start_local_agent(task, output)?;
-        self.conductor.await_end(task, AgentChannel::Thread);
+        self.conductor.expect_worker_end(task, WorkerExitChannel::Thread);
         Ok(())
     }
 
@@ -149,7 +149,7 @@ impl<'a> JobRun<'a> {
     ///
     /// # Errors
     /// `JobStart` in a forked process.
-    pub(crate) fn publish_hosts(&mut self, found: DiscoveredHosts) -> Result<()> {
+    pub(crate) fn report_hosts_to_registrar(&mut self, found: DiscoveredHosts) -> Result<()> {
         let hosts: Vec<(String, u32)> =
             found.hosts.iter().map(|host| (host.host.clone(), host.slots)).collect();
         tracing::info!(?hosts, "these hosts were found");
@@ -160,7 +160,7 @@ impl<'a> JobRun<'a> {
     /// Runs the job until it has ended, then ends its agents.
     ///
     /// # Errors
-    /// Like [`Conductor::into_report`] and [`JobRun::publish_hosts`].
+    /// Like [`Conductor::into_report`] and [`JobRun::report_hosts_to_registrar`].
     pub(crate) fn run_until_done(
         mut self,
         stop_level: &dyn Fn() -> StopLevel,
@@ -168,9 +168,9 @@ impl<'a> JobRun<'a> {
         while !self.conductor.is_done() {
             let mut inputs = self.take_registrar_events(Instant::now() + STOP_POLL_INTERVAL);
             while let Some(Ok(found)) =
-                self.watch.and_then(|watch| watch.next_change(Duration::ZERO))
+                self.watch.and_then(|watch| watch.wait_for_host_change(Duration::ZERO))
             {
-                self.publish_hosts(found)?;
+                self.report_hosts_to_registrar(found)?;
             }
             inputs.extend(self.agent_pool.take_events(self.started_at));
             inputs.push(ConductorInput::StopWanted(stop_level()));
@@ -217,7 +217,7 @@ impl<'a> JobRun<'a> {
                 self.agent_pool.cancel_worker(task, &reason);
             }
             ConductorAction::ReportNotStarted { task, reason } => {
-                drop(self.registrar.report_not_started(TaskId(task), &reason));
+                drop(self.registrar.report_worker_not_started(TaskId(task), &reason));
             }
             ConductorAction::AbortJob { reason } => drop(self.registrar.abort_job(&reason)),
             ConductorAction::ApplyStopLevel(level) => {

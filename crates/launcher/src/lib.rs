@@ -26,7 +26,7 @@
 //!
 //! ```text
 //! StaticJob --RemoteAgent--> ssh HOST "exec sh -c 'exec python -m farandole agent'"
-//!                               --> serve_host --> Agent, Agent, ...
+//!                               --> serve_one_launcher --> Agent, Agent, ...
 //!  standard input: order, payload   standard output: ends, results   registrar: workers' output
 //! ```
 //!
@@ -73,7 +73,7 @@ pub use agent_protocol::AgentHello;
 pub use conductor::StopLevel;
 pub use environment::forwarded_environment;
 pub use error::{Error, Result};
-pub use host_agent::serve_host;
+pub use host_agent::serve_one_launcher;
 pub use hosts::HostSlots;
 pub use job::StaticJob;
 pub use local_hosts::split_local_tasks;

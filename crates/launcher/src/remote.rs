@@ -17,8 +17,8 @@ use rustix::process::{Pid, Signal};
 
 use crate::agent::WorkerOutcome;
 use crate::agent_protocol::{
-    AGENT_GREETING, AGENT_PROTOCOL_VERSION, AgentFrameKind, AgentHello, AgentOrder, TaskEndMessage,
-    read_frame, write_frame, write_json_frame,
+    AGENT_GREETING, AGENT_PROTOCOL_VERSION, AgentFrameKind, AgentHello, AgentLaunchRequest,
+    TaskEndMessage, read_frame, write_frame, write_json_frame,
 };
 use crate::error::{Error, Result};
 use crate::lines::{LineEnding, LineSplitter, OutputTail};
@@ -111,12 +111,12 @@ pub struct RemoteAgent {
 }
 
 /// A stream that records the time of the last received bytes.
-struct TimedReader<R> {
+struct ReceiptTimeReader<R> {
     stream: R,
     last_received_at: Arc<Mutex<Instant>>,
 }
 
-impl<R: Read> Read for TimedReader<R> {
+impl<R: Read> Read for ReceiptTimeReader<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let length = self.stream.read(buffer)?;
         // A large result takes long, and a host that still sends is not silent.
@@ -164,8 +164,10 @@ impl RemoteAgent {
             orders: Arc::new(Mutex::new(Some(stdin))),
             last_received_at: Arc::new(Mutex::new(Instant::now())),
         };
-        let stdout =
-            TimedReader { stream: stdout, last_received_at: Arc::clone(&remote.last_received_at) };
+        let stdout = ReceiptTimeReader {
+            stream: stdout,
+            last_received_at: Arc::clone(&remote.last_received_at),
+        };
         let (words, tail) = mpsc::channel();
         let named =
             |name: &str| thread::Builder::new().name(format!("farandole-{name}-{}", tasks.host));
@@ -269,7 +271,7 @@ fn serve_connection(
 ) {
     let mut open: BTreeSet<u32> = tasks.tasks.iter().copied().collect();
     let mut input = BufReader::new(stdout);
-    let conversation = handle_messages(tasks, &mut input, orders, &mut open, on_event);
+    let conversation = handle_agent_messages(tasks, &mut input, orders, &mut open, on_event);
     // Closed before the wait: the connecting program ends only when its input ends.
     drop(orders.lock().take());
     drop(input);
@@ -314,7 +316,7 @@ impl From<io::Error> for ConversationEnd {
     }
 }
 
-fn handle_messages(
+fn handle_agent_messages(
     tasks: &RemoteTasks,
     input: &mut impl io::BufRead,
     orders: &Mutex<Option<ChildStdin>>,
@@ -325,8 +327,8 @@ fn handle_messages(
     let Some((AgentFrameKind::Hello, body)) = read_frame(input)? else { return Ok(()) };
     let hello: AgentHello = serde_json::from_slice(&body).map_err(io::Error::other)?;
     // Before the order, which contains the ticket: an incompatible agent gets no secret.
-    check_versions(&hello, tasks.same_python.as_deref()).map_err(ConversationEnd::Refused)?;
-    send_order(tasks, orders)?;
+    check_agent_version(&hello, tasks.same_python.as_deref()).map_err(ConversationEnd::Refused)?;
+    send_launch_request(tasks, orders)?;
     on_event(AgentNotice::Ready);
     while let Some((kind, body)) = read_frame(input)? {
         if kind != AgentFrameKind::Ended {
@@ -363,7 +365,7 @@ fn skip_login_output(input: &mut impl io::BufRead) -> io::Result<()> {
     }
 }
 
-fn check_versions(
+fn check_agent_version(
     hello: &AgentHello,
     same_python: Option<&str>,
 ) -> std::result::Result<(), String> {
@@ -393,9 +395,9 @@ fn check_versions(
     }
 }
 
-fn send_order(tasks: &RemoteTasks, orders: &Mutex<Option<ChildStdin>>) -> io::Result<()> {
+fn send_launch_request(tasks: &RemoteTasks, orders: &Mutex<Option<ChildStdin>>) -> io::Result<()> {
     let milliseconds = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
-    let order = AgentOrder {
+    let order = AgentLaunchRequest {
         ticket: tasks.ticket.encode_text(),
         tasks: tasks.tasks.clone(),
         command: tasks.command.clone(),
@@ -475,14 +477,14 @@ mod tests {
     #[test]
     fn another_version_is_refused_by_name_and_another_python_only_where_functions_travel() {
         let ours = env!("CARGO_PKG_VERSION");
-        assert_eq!(check_versions(&hello(ours, "3.12.1"), None), Ok(()));
-        assert_eq!(check_versions(&hello(ours, "3.12.1"), Some("3.12.9")), Ok(()));
-        let python = check_versions(&hello(ours, "3.12.1"), Some("3.11.2")).unwrap_err();
+        assert_eq!(check_agent_version(&hello(ours, "3.12.1"), None), Ok(()));
+        assert_eq!(check_agent_version(&hello(ours, "3.12.1"), Some("3.12.9")), Ok(()));
+        let python = check_agent_version(&hello(ours, "3.12.1"), Some("3.11.2")).unwrap_err();
         assert!(
             python.starts_with("Python 3.12.1 runs there (/usr/bin/python3), and 3.11.2 here"),
             "{python}"
         );
-        let version = check_versions(&hello("9.9.9", "3.11.2"), None).unwrap_err();
+        let version = check_agent_version(&hello("9.9.9", "3.11.2"), None).unwrap_err();
         assert!(version.starts_with("farandole 9.9.9 is installed there"), "{version}");
     }
 

@@ -49,7 +49,7 @@ impl RemoteShell {
         identity: Option<&Path>,
         connect: Duration,
     ) -> Result<Self> {
-        Ok(Self::with_ssh_options(split_command(command)?, port, identity, connect))
+        Ok(Self::with_ssh_options(split_shell_command(command)?, port, identity, connect))
     }
 
     fn with_ssh_options(
@@ -88,7 +88,7 @@ impl RemoteShell {
     /// # Errors
     /// `Usage` for a command that a shell could not parse.
     pub fn from_command(command: &str) -> Result<Self> {
-        let mut words = split_command(command)?;
+        let mut words = split_shell_command(command)?;
         if !words.iter().any(|word| word.contains(HOST_PLACEHOLDER)) {
             words.push(HOST_PLACEHOLDER.to_owned());
         }
@@ -99,13 +99,13 @@ impl RemoteShell {
     ///
     /// # Errors
     /// Like [`RemoteShell::from_ssh_command`].
-    pub fn from_ssh_option(
+    pub fn parse_ssh_command_option(
         command: &str,
         port: Option<u16>,
         identity: Option<&Path>,
         connect: Duration,
     ) -> Result<Self> {
-        let program = split_command(command)?.into_iter().next().unwrap_or_default();
+        let program = split_shell_command(command)?.into_iter().next().unwrap_or_default();
         if Path::new(&program).file_name().is_some_and(|name| name == "ssh") {
             return Self::from_ssh_command(command, port, identity, connect);
         }
@@ -137,7 +137,7 @@ impl RemoteShell {
     }
 
     /// Returns a shell on this host, without a connecting program.
-    pub(crate) fn without_connection() -> Self {
+    pub(crate) fn via_local_shell() -> Self {
         Self::from_words(&["/bin/sh", "-c"])
     }
 
@@ -181,7 +181,7 @@ pub(crate) fn quote_word(word: &str) -> String {
     format!("'{}'", word.replace('\'', r"'\''"))
 }
 
-fn split_command(command: &str) -> Result<Vec<String>> {
+fn split_shell_command(command: &str) -> Result<Vec<String>> {
     match shlex::split(command) {
         Some(words) if !words.is_empty() => Ok(words),
         _ => Err(Error::Usage {
@@ -198,7 +198,7 @@ mod tests {
 
     #[test]
     fn ssh_must_not_ask_and_keeps_its_own_settings() {
-        let shell = RemoteShell::from_ssh_option(
+        let shell = RemoteShell::parse_ssh_command_option(
             "ssh -F 'my config'",
             Some(2222),
             Some(Path::new("/key")),
@@ -216,19 +216,21 @@ mod tests {
     #[test]
     fn another_program_takes_the_host_where_it_says() {
         let words = |command| {
-            RemoteShell::from_ssh_option(command, None, None, DEFAULT_CONNECT_TIMEOUT)
+            RemoteShell::parse_ssh_command_option(command, None, None, DEFAULT_CONNECT_TIMEOUT)
                 .unwrap()
                 .build_argv("n1", "a b")
         };
         assert_eq!(words("/etc/mpi/kubexec.sh"), ["/etc/mpi/kubexec.sh", "n1", "a b"]);
         assert_eq!(words("run --on={host} --"), ["run", "--on=n1", "--", "a b"]);
-        let error = RemoteShell::from_ssh_option("rsh", Some(1), None, DEFAULT_CONNECT_TIMEOUT)
-            .unwrap_err()
-            .to_string();
+        let error =
+            RemoteShell::parse_ssh_command_option("rsh", Some(1), None, DEFAULT_CONNECT_TIMEOUT)
+                .unwrap_err()
+                .to_string();
         assert!(error.ends_with("reached by: rsh"), "{error}");
         for wrong in ["", "  ", "ssh 'open"] {
             assert!(
-                RemoteShell::from_ssh_option(wrong, None, None, DEFAULT_CONNECT_TIMEOUT).is_err(),
+                RemoteShell::parse_ssh_command_option(wrong, None, None, DEFAULT_CONNECT_TIMEOUT)
+                    .is_err(),
                 "{wrong}"
             );
         }

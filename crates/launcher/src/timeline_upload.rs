@@ -28,14 +28,14 @@ const MIN_SEND_TIMEOUT: Duration = Duration::from_secs(5);
 const MAX_UNCONFIRMED_PIECES: usize = 16;
 
 /// The folder to which a worker writes its timeline. Dropping it removes the folder.
-pub(crate) struct WorkerTimeline {
+pub(crate) struct WorkerTimelineFolder {
     folder: TempDir,
 }
 
-impl WorkerTimeline {
+impl WorkerTimelineFolder {
     /// Creates the folder if the worker's variables request a timeline, and sets the variable to
     /// it.
-    pub(crate) fn create_if_requested(
+    pub(crate) fn create_folder_if_requested(
         environment: &mut BTreeMap<String, Option<String>>,
     ) -> Option<Self> {
         let name = format!("{FARANDOLE_PREFIX}TIMELINE");
@@ -139,11 +139,11 @@ mod tests {
             let mut environment: BTreeMap<_, _> =
                 given.map(|value| (name.clone(), value)).into_iter().collect();
             let before = environment.clone();
-            assert!(WorkerTimeline::create_if_requested(&mut environment).is_none());
+            assert!(WorkerTimelineFolder::create_folder_if_requested(&mut environment).is_none());
             assert_eq!(environment, before);
         }
         let mut environment = BTreeMap::from([(name.clone(), Some(GATHER_VALUE.to_owned()))]);
-        let gathered = WorkerTimeline::create_if_requested(&mut environment).unwrap();
+        let gathered = WorkerTimelineFolder::create_folder_if_requested(&mut environment).unwrap();
         let path = PathBuf::from(environment[&name].clone().unwrap());
         assert_eq!(path.file_name().unwrap(), "{rank}.json");
         let folder = path.parent().unwrap();

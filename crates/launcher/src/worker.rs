@@ -99,7 +99,7 @@ fn is_variable_set(name: &str) -> bool {
 }
 
 /// A thread that reads one stream of the worker.
-struct OutputReader {
+struct WorkerOutputReader {
     stream: OutputStream,
     thread: JoinHandle<()>,
     /// Whether the reader has lines that the receiver has not taken yet.
@@ -108,7 +108,7 @@ struct OutputReader {
     thread_end: mpsc::Receiver<()>,
 }
 
-impl OutputReader {
+impl WorkerOutputReader {
     /// Waits for one poll interval; returns whether the thread has ended.
     fn wait_for_end(&self) -> bool {
         matches!(
@@ -125,7 +125,7 @@ pub(crate) struct WorkerProcess {
     /// got the same number.
     child: Arc<Mutex<Option<Child>>>,
     guard: Option<ProcessGroupGuard>,
-    readers: Vec<OutputReader>,
+    readers: Vec<WorkerOutputReader>,
     result: Option<JoinHandle<Vec<u8>>>,
     tail: Arc<Mutex<OutputTail>>,
 }
@@ -264,7 +264,10 @@ impl WorkerProcess {
     ///
     /// # Errors
     /// `System` when waiting for the process fails.
-    pub(crate) fn collect_exit(mut self, mut given_up: impl FnMut() -> bool) -> Result<WorkerExit> {
+    pub(crate) fn reap_and_collect_output(
+        mut self,
+        mut given_up: impl FnMut() -> bool,
+    ) -> Result<WorkerExit> {
         // Kills the rest of the group first, because a process that is left would keep the pipes
         // open.
         let status = self.reap_process();
@@ -282,7 +285,7 @@ impl WorkerProcess {
                 }
             }
         }
-        let result = self.result.take().and_then(|reader| join_until(reader, deadline));
+        let result = self.result.take().and_then(|reader| join_thread_until(reader, deadline));
         let stderr_tail = self.tail.lock().last_lines().map(str::to_owned).collect();
         Ok(WorkerExit {
             exit_kind: exit_kind(status?),
@@ -345,7 +348,7 @@ impl WorkerProcess {
             splitter.finish_stream(&mut take);
             drop(ends);
         })?;
-        self.readers.push(OutputReader {
+        self.readers.push(WorkerOutputReader {
             stream,
             thread,
             has_pending_lines: handing_on,
@@ -428,7 +431,7 @@ fn spawn_named_thread<T: Send + 'static>(
 
 /// Returns the result of a thread if it ends before the deadline; otherwise, the thread is
 /// detached.
-fn join_until<T: Send + 'static>(thread: JoinHandle<T>, deadline: Instant) -> Option<T> {
+fn join_thread_until<T: Send + 'static>(thread: JoinHandle<T>, deadline: Instant) -> Option<T> {
     let (sender, receiver) = mpsc::channel();
     let joiner = thread::Builder::new().name("farandole-join".to_owned()).spawn(move || {
         // There is no receiver after the deadline.

@@ -12,7 +12,7 @@
 //! ```text
 //! FixedMembership     register_task ──────────────────────┐
 //! ElasticMembership   register_worker, request_world ─────┼──> MembershipDecision: Assigned, Lost, Stop, Start, ...
-//! both                observe_input(MembershipInput) ─────┘    or RegistrationRefusal
+//! both                apply_membership_input(MembershipInput) ─────┘    or RegistrationRefusal
 //!                     take_journaled_step ──> JournalStep ── replay_step ──> the same machine, after a restart
 //! ```
 //!
@@ -39,6 +39,6 @@ mod exit;
 mod fixed;
 
 pub use decisions::{LivenessLimits, MembershipDecision, MembershipInput, RegistrationRefusal};
-pub use elastic::{ElasticMembership, ElasticRules, JournalStep, StepKind};
+pub use elastic::{ElasticMembership, ElasticRules, ElasticStepInput, JournalStep};
 pub use exit::{ExitKind, ExitReport, GenerationVerdict, signal_name};
 pub use fixed::{FixedMembership, MembershipOptions};

@@ -346,11 +346,13 @@ const AGREEMENT_RULES: [Rule; 8] = [
         SignaturePart::List(signature.call.operation_name().bytes().map(u64::from).collect())
     }),
     ("{} tensor shapes", |signature| SignaturePart::List(signature.shape.clone())),
-    ("prescale and/or postscale factors", |signature| match signature.call.reduction_factors() {
-        Some((_, prescale, postscale)) => SignaturePart::Pair(prescale, postscale),
-        None => SignaturePart::Number(0),
+    ("prescale and/or postscale factors", |signature| {
+        match signature.call.reduction_and_factors() {
+            Some((_, prescale, postscale)) => SignaturePart::Pair(prescale, postscale),
+            None => SignaturePart::Number(0),
+        }
     }),
-    ("reduction operation", |signature| match signature.call.reduction_factors() {
+    ("reduction operation", |signature| match signature.call.reduction_and_factors() {
         Some((op, ..)) => SignaturePart::Number(op as u64),
         None => SignaturePart::Number(0),
     }),

@@ -135,7 +135,7 @@ impl CollectiveCall {
     }
 
     /// Returns the reduction and its factors.
-    pub const fn reduction_factors(&self) -> Option<(ReduceOp, u64, u64)> {
+    pub const fn reduction_and_factors(&self) -> Option<(ReduceOp, u64, u64)> {
         match *self {
             Self::Allreduce { op, prescale, postscale }
             | Self::Reducescatter { op, prescale, postscale } => Some((op, prescale, postscale)),
@@ -341,7 +341,7 @@ impl fmt::Display for RequestSignature {
             return topic.write_description(&self.shape, f);
         }
         f.write_str(self.call.operation_name())?;
-        if let Some((op, ..)) = self.call.reduction_factors() {
+        if let Some((op, ..)) = self.call.reduction_and_factors() {
             write!(f, " {op:?}")?;
         }
         write!(f, " of {} [", self.dtype)?;
@@ -357,7 +357,7 @@ impl fmt::Display for RequestSignature {
             MemorySite::Mixed => "] on host and device",
             MemorySite::Device => "] on a device",
         })?;
-        if let Some((_, prescale, postscale)) = self.call.reduction_factors() {
+        if let Some((_, prescale, postscale)) = self.call.reduction_and_factors() {
             let (prescale, postscale) = (f64::from_bits(prescale), f64::from_bits(postscale));
             if (prescale, postscale) != (1.0, 1.0) {
                 write!(f, ", factors {prescale} and {postscale}")?;

@@ -7,7 +7,7 @@ use std::collections::HashSet;
 
 use bytes::Bytes;
 use farandole_dataset::{MANIFEST_FILE_NAME, Manifest, ManifestColumn};
-use farandole_store::{Store, is_part_name};
+use farandole_store::{Store, is_prepared_part_name};
 use serde::Serialize;
 
 use crate::convert::format_shape;
@@ -76,10 +76,10 @@ pub fn commit_partitions(
     train.files.iter().try_for_each(|file| check_size(&train_store, file))?;
     if let (Some(store), Some(val)) = (&val_store, &val) {
         val.files.iter().try_for_each(|file| check_size(store, file))?;
-        publish_manifest(store, val)?;
+        write_manifest_and_delete_others(store, val)?;
     }
     // Training data is last: its manifest is the sign that both directories are complete.
-    publish_manifest(&train_store, &train)?;
+    write_manifest_and_delete_others(&train_store, &train)?;
     Ok(PreparedDataset { train, val, dropped })
 }
 
@@ -146,13 +146,13 @@ fn check_columns_agree(
     Ok(())
 }
 
-fn publish_manifest(store: &Store, manifest: &Manifest) -> Result<()> {
+fn write_manifest_and_delete_others(store: &Store, manifest: &Manifest) -> Result<()> {
     // The old files are deleted afterwards: until then, an earlier manifest may name them.
     store.write(MANIFEST_FILE_NAME, Bytes::from(manifest.to_json()?))?;
     let named: HashSet<&str> = manifest.files.iter().map(|file| file.path.as_str()).collect();
     for entry in store.list("")? {
         // The directory may have other files than the preparation's; they stay.
-        if is_part_name(&entry.path) && !named.contains(entry.path.as_str()) {
+        if is_prepared_part_name(&entry.path) && !named.contains(entry.path.as_str()) {
             store.delete(&entry.path)?;
         }
     }

@@ -33,9 +33,9 @@
 mod commit;
 mod convert;
 mod error;
-mod side_writer;
 mod spec;
 mod split;
+mod split_file_writer;
 mod summary;
 mod verify;
 mod writer;

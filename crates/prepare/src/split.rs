@@ -11,7 +11,7 @@ use arrow::datatypes::{DataType, Float64Type};
 use farandole_dataset::fold_hash;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-use crate::convert::fixed_bytes;
+use crate::convert::fixed_width_bytes;
 use crate::error::{Error, Result};
 
 /// Rows of a batch for training and for validation. Rows in neither are dropped.
@@ -66,7 +66,7 @@ fn hash_column(hashes: &mut [u64], column: &ArrayRef) {
             }
         }
         _ => {
-            let Some((bytes, width)) = fixed_bytes(column) else { return };
+            let Some((bytes, width)) = fixed_width_bytes(column) else { return };
             for (hash, row) in hashes.iter_mut().zip(bytes.chunks_exact(width)) {
                 *hash = if width <= 8 {
                     fold_hash(*hash, le_bytes_to_u64(row))
@@ -94,7 +94,7 @@ pub(crate) fn split_by_column(name: &str, column: &ArrayRef) -> Result<SplitMask
         kind if kind.is_numeric() => Arc::clone(column),
         DataType::Dictionary(_, value) => return split_by_column(name, &to(value)?),
         DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View => {
-            return split_by_words(name, to(&DataType::Utf8)?.as_string());
+            return split_by_split_names(name, to(&DataType::Utf8)?.as_string());
         }
         other => {
             return Err(Error::Type {
@@ -118,7 +118,7 @@ const VALIDATION_WORDS: [&str; 6] = ["validation", "val", "valid", "true", "1", 
 const TRAINING_WORDS: [&str; 5] = ["train", "training", "false", "0", "no"];
 const UNUSED_ROW_WORDS: [&str; 2] = ["test", "-1"];
 
-fn split_by_words(name: &str, column: &StringArray) -> Result<SplitMasks> {
+fn split_by_split_names(name: &str, column: &StringArray) -> Result<SplitMasks> {
     let (mut train, mut val) = (Vec::with_capacity(column.len()), Vec::with_capacity(column.len()));
     for word in column {
         let is = |words: &[&str]| {

@@ -14,11 +14,11 @@ use farandole_store::Store;
 
 use crate::convert::{ConversionContext, ConvertedColumn, convert_column, is_vector};
 use crate::error::{Error, Result};
-use crate::side_writer::{SplitFileSpec, SplitFileWriter};
 use crate::spec::{PrepareSpec, ValidationRule};
 use crate::split::{
     SplitMasks, hash_rows, split_by_column, split_by_fraction, split_by_hash_bound,
 };
+use crate::split_file_writer::{SplitFileSpec, SplitFileWriter};
 use crate::summary::PartitionSummary;
 
 /// Schema and files, decided by the first batch with rows.
@@ -130,12 +130,12 @@ impl PartitionWriter {
             }
         };
         self.rows += batch.num_rows() as u64;
-        self.note_row_hashes(&hashes, sides.as_ref());
-        self.push_rows(arrays, sides)
+        self.add_row_hashes(&hashes, sides.as_ref());
+        self.split_and_push_rows(arrays, sides)
     }
 
     /// Adds row hashes to the extremes and to the sums of both sides.
-    fn note_row_hashes(&mut self, hashes: &[u64], sides: Option<&SplitMasks>) {
+    fn add_row_hashes(&mut self, hashes: &[u64], sides: Option<&SplitMasks>) {
         for (row, hash) in hashes.iter().enumerate() {
             let (least, largest) = self.hashes.unwrap_or((*hash, *hash));
             self.hashes = Some((least.min(*hash), largest.max(*hash)));
@@ -148,18 +148,22 @@ impl PartitionWriter {
         }
     }
 
-    fn push_rows(&mut self, arrays: Vec<ArrayRef>, sides: Option<SplitMasks>) -> Result<()> {
+    fn split_and_push_rows(
+        &mut self,
+        arrays: Vec<ArrayRef>,
+        sides: Option<SplitMasks>,
+    ) -> Result<()> {
         let Some(layout) = &mut self.layout else { return Ok(()) };
         let arrow = |source| Error::Arrow { column: "(all)".to_owned(), source };
         let whole = RecordBatch::try_new(Arc::clone(&layout.schema), arrays).map_err(arrow)?;
         let Some(SplitMasks { train, val }) = sides else {
-            return append_rows(&mut layout.train, whole);
+            return append_rows_with_statistics(&mut layout.train, whole);
         };
         self.dropped += (whole.num_rows() - train.true_count() - val.true_count()) as u64;
         if let Some(side) = &mut layout.val
             && val.true_count() > 0
         {
-            append_rows(side, filter_record_batch(&whole, &val).map_err(arrow)?)?;
+            append_rows_with_statistics(side, filter_record_batch(&whole, &val).map_err(arrow)?)?;
         }
         // A filter copies all columns; most batches without validation rows need none.
         let train = if train.true_count() == whole.num_rows() {
@@ -167,7 +171,7 @@ impl PartitionWriter {
         } else {
             filter_record_batch(&whole, &train).map_err(arrow)?
         };
-        append_rows(&mut layout.train, train)
+        append_rows_with_statistics(&mut layout.train, train)
     }
 
     /// Returns the names of the columns to keep.
@@ -282,7 +286,7 @@ fn find_column<'a>(batch: &'a RecordBatch, name: &str) -> Result<&'a ArrayRef> {
 }
 
 /// Updates the statistics and writes the rows.
-fn append_rows(side: &mut SplitFileWriter, batch: RecordBatch) -> Result<()> {
+fn append_rows_with_statistics(side: &mut SplitFileWriter, batch: RecordBatch) -> Result<()> {
     for (column, array) in side.columns_mut().iter_mut().zip(batch.columns()) {
         if !column.shape.is_empty()
             || matches!(column.element, ElementType::Utf8 | ElementType::Binary)

@@ -79,7 +79,7 @@ impl BatchDraft {
                     texts.add_rows(array, rows);
                 }
                 if !copying.last {
-                    texts.copy_known_rows();
+                    texts.copy_rows_added_so_far();
                 }
                 continue;
             }

@@ -19,7 +19,7 @@ use crate::footer::FetchedRanges;
 use crate::pages::DecodeScratch;
 use crate::pool::{BufferPool, PooledBuffer};
 use crate::value_origin::ValueOrigin;
-use crate::values::{ColumnSource, RowCopyPlan, find_out_of_range, shuffle_column};
+use crate::values::{ColumnSource, RowCopyPlan, find_value_out_of_range, shuffle_column};
 use crate::variable_length::VariableLengthValues;
 
 /// Widest rows, in bytes, that are shuffled when they are decoded. Wider rows are moved only once,
@@ -85,7 +85,7 @@ impl BlockDecoder<'_> {
         };
         let bytes = match (bytes, &plan) {
             (None, Some(plan)) if plan.stored_bytes() <= MAX_JOINT_FETCH_BYTES => {
-                Some(plan.fetch_all(self.dataset, part)?)
+                Some(plan.fetch_all_columns(self.dataset, part)?)
             }
             (bytes, _) => bytes,
         };
@@ -163,7 +163,7 @@ impl BlockDecoder<'_> {
         if column.allow_nan && to.is_float() {
             return Ok(());
         }
-        let Some((at, value)) = find_out_of_range(data, from, to) else { return Ok(()) };
+        let Some((at, value)) = find_value_out_of_range(data, from, to) else { return Ok(()) };
         let files = &self.dataset.manifest().files;
         let path = files.get(part.file).map_or("", |file| &file.path);
         let file = self.dataset.store().display_path(path);

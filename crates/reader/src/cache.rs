@@ -48,7 +48,7 @@ const CACHE_PAGE_BYTES: u64 = 4096;
 
 /// Position of a block in the file.
 #[derive(Clone, Copy, Debug)]
-struct CachedBlockPlace {
+struct CachedBlockPosition {
     /// Offset of the flag byte.
     flag: u64,
     /// Offset of the first column.
@@ -61,7 +61,7 @@ struct CachedBlockPlace {
 pub(crate) struct BlockCache {
     file: File,
     path: PathBuf,
-    places: BTreeMap<(usize, usize, u64), CachedBlockPlace>,
+    places: BTreeMap<(usize, usize, u64), CachedBlockPosition>,
     /// Bytes of one row of each column.
     widths: Vec<u64>,
     process: u32,
@@ -88,7 +88,8 @@ impl BlockCache {
             .next_multiple_of(CACHE_PAGE_BYTES);
         for (flag, (file, group, rows)) in (0..).zip(dataset.lane_layout().block_ranges()) {
             let many = rows.end - rows.start;
-            places.insert((file, group, rows.start), CachedBlockPlace { flag, start, rows: many });
+            places
+                .insert((file, group, rows.start), CachedBlockPosition { flag, start, rows: many });
             start += (many * row).next_multiple_of(CACHE_PAGE_BYTES);
         }
         let directory = Path::new(directory);
@@ -116,7 +117,7 @@ impl BlockCache {
     }
 
     /// Returns the block that contains a part, and the number of its rows before the part.
-    fn find_block(&self, part: &PlanPart) -> Option<(CachedBlockPlace, u64)> {
+    fn find_block(&self, part: &PlanPart) -> Option<(CachedBlockPosition, u64)> {
         let key = (part.file, part.group, part.rows.start);
         let ((file, group, start), place) = self.places.range(..=key).next_back()?;
         let inside =
@@ -131,7 +132,7 @@ impl BlockCache {
         self.file.read_exact_at(&mut flag, place.flag).is_ok() && flag == [1]
     }
 
-    fn column_offset(&self, place: CachedBlockPlace, index: usize) -> u64 {
+    fn column_offset(&self, place: CachedBlockPosition, index: usize) -> u64 {
         let before: u64 = self.widths.iter().take(index).sum();
         place.start + before * place.rows
     }
@@ -148,7 +149,7 @@ impl BlockCache {
     }
 
     /// Returns the block of a part, if the part is the whole block and the memory is not full.
-    fn writable_block(&self, part: &PlanPart) -> Option<CachedBlockPlace> {
+    fn writable_block(&self, part: &PlanPart) -> Option<CachedBlockPosition> {
         let (place, before) = self.find_block(part)?;
         let whole = before == 0 && part.rows.end - part.rows.start == place.rows;
         (whole && !self.full.load(Ordering::Relaxed)).then_some(place)
@@ -199,7 +200,11 @@ fn cache_key(dataset: &ParquetDataset, selected: &[SelectedColumn]) -> u64 {
 ///
 /// # Errors
 /// The system's; `PermissionDenied` for a file of another user or a special file.
-fn open_own_file(options: &mut OpenOptions, path: &Path, user: u32) -> std::io::Result<File> {
+fn open_without_following_link(
+    options: &mut OpenOptions,
+    path: &Path,
+    user: u32,
+) -> std::io::Result<File> {
     let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let flags = i32::try_from(flags.bits()).unwrap_or_default();
     let file = options.read(true).write(true).custom_flags(flags).open(path)?;
@@ -239,7 +244,11 @@ fn open_shared_file(path: &Path, bytes: u64, user: u32) -> std::io::Result<File>
     // is not the file of this name, so open again.
     for _ in 0..16 {
         let mut options = OpenOptions::new();
-        let file = open_own_file(options.create(true).truncate(false).mode(0o600), path, user)?;
+        let file = open_without_following_link(
+            options.create(true).truncate(false).mode(0o600),
+            path,
+            user,
+        )?;
         lock_shared(&file)?;
         let ours = file.metadata()?;
         let same =
@@ -259,7 +268,8 @@ fn open_shared_file(path: &Path, bytes: u64, user: u32) -> std::io::Result<File>
 fn delete_stale_files(directory: &Path, prefix: &str, user: u32) {
     let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
     for entry in entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(prefix)) {
-        let Ok(file) = open_own_file(&mut OpenOptions::new(), &entry.path(), user) else {
+        let Ok(file) = open_without_following_link(&mut OpenOptions::new(), &entry.path(), user)
+        else {
             continue;
         };
         match file.try_lock() {

@@ -237,7 +237,7 @@ impl ParquetDataset {
             }
         })?;
         columns.extend(partitions.into_iter().map(|column| (column, None)));
-        Self::from_description(store, columns, disputed, files, footers)
+        Self::from_columns_and_footers(store, columns, disputed, files, footers)
     }
 
     /// Opens files of a Delta or Iceberg table below a directory, with the columns of the table.
@@ -272,14 +272,14 @@ impl ParquetDataset {
         for group in described.iter_mut().flat_map(|data| &mut data.groups) {
             group.bytes = group.bytes.max(group.rows.saturating_mul(fixed));
         }
-        let dataset = Self::from_description(store, columns, disputed, described, footers)?;
+        let dataset = Self::from_columns_and_footers(store, columns, disputed, described, footers)?;
         if dataset.manifest.rows == 0 {
             return Err(Error::NoRows { url: dataset.url() });
         }
         Ok(dataset)
     }
 
-    fn from_description(
+    fn from_columns_and_footers(
         store: Store,
         columns: Vec<(ManifestColumn, Option<String>)>,
         disputed: Vec<String>,

@@ -18,12 +18,12 @@ use crate::column::{BatchField, SelectedColumn};
 use crate::dataset::ParquetDataset;
 use crate::error::{Error, Result};
 use crate::fill::{null_fill_bytes, replace_nans};
-use crate::footer::{FetchedRanges, FileFooter, chunk_range};
+use crate::footer::{FetchedRanges, FileFooter, chunk_byte_range};
 use crate::pages::{
     ChunkDecodeError, ChunkRequest, DecodeScratch, LevelLayout, PageIndex, ValueStorage,
     decode_chunk, needed_ranges,
 };
-use crate::parquet_library::{self, LibraryChunk};
+use crate::parquet_library::{self, ParquetLibraryChunk};
 use crate::pool::as_values_mut;
 use crate::schema::{element_and_list, is_promotable, page_storage, single_leaf};
 use crate::time_rule::TimeRule;
@@ -81,7 +81,7 @@ impl DecodePlan {
         let file = dataset.store().display_path(&data.path);
         let group = checked_row_group(&footer, data, part, &file)?;
         let stored_rows = data.stored_ranges(part.group, part.rows.clone());
-        let span = row_span(&stored_rows);
+        let span = span_of_row_ranges(&stored_rows);
         let whole =
             span.start == 0 && span.end >= u64::try_from(group.num_rows()).unwrap_or_default();
         let unit = |column: &SelectedColumn| {
@@ -130,7 +130,8 @@ impl DecodePlan {
                     (ColumnDecoding::Pages { leaf, stored, levels, page_index, time }, needed)
                 }
                 ColumnDecoding::Pages { leaf, .. } | ColumnDecoding::Library { leaf, .. } => {
-                    let needed = group.columns().get(leaf).map(chunk_range).into_iter().collect();
+                    let needed =
+                        group.columns().get(leaf).map(chunk_byte_range).into_iter().collect();
                     (decoding, needed)
                 }
                 ColumnDecoding::Value(_) | ColumnDecoding::Nulls => (decoding, Vec::new()),
@@ -150,7 +151,7 @@ impl DecodePlan {
     ///
     /// # Errors
     /// The store's.
-    pub(crate) fn fetch_all(
+    pub(crate) fn fetch_all_columns(
         &self,
         dataset: &ParquetDataset,
         part: &PlanPart,
@@ -183,7 +184,7 @@ impl DecodePlan {
         };
         let group = checked_row_group(&self.footer, data, part, &self.file)?;
         let own = self.ranges.get(index).map_or(&[][..], Vec::as_slice);
-        let span = row_span(&self.stored_rows);
+        let span = span_of_row_ranges(&self.stored_rows);
         let mut nulls = 0;
         let leaf = match decoding {
             ColumnDecoding::Value(value) => {
@@ -221,7 +222,7 @@ impl DecodePlan {
                 let fill = null_fill_bytes(selected, stored.value_width());
                 let chunk = ChunkRequest {
                     compression: meta.compression(),
-                    bytes: chunk_range(meta),
+                    bytes: chunk_byte_range(meta),
                     total: usize::try_from(meta.num_values()).unwrap_or_default(),
                     wanted: count(span.start)..count(span.end),
                     stored: *stored,
@@ -241,7 +242,7 @@ impl DecodePlan {
                 let decoded = if has_gaps {
                     let mut all = vec![0; count_rows(span.end - span.start).saturating_mul(width)];
                     decode_chunk(&chunk, fetch, bench, &mut all).and_then(|found| {
-                        copy_ranges(&all, &self.stored_rows, width, out).map(|()| found)
+                        copy_row_ranges(&all, &self.stored_rows, width, out).map(|()| found)
                     })
                 } else {
                     decode_chunk(&chunk, fetch, bench, &mut *out)
@@ -276,7 +277,7 @@ impl DecodePlan {
         };
         if let Some(leaf) = leaf {
             let chunk: Vec<Range<u64>> =
-                group.columns().get(leaf).map(chunk_range).into_iter().collect();
+                group.columns().get(leaf).map(chunk_byte_range).into_iter().collect();
             let bytes = if chunk == own {
                 get(own)?
             } else {
@@ -304,8 +305,8 @@ impl DecodePlan {
         (leaf, index): (usize, usize),
         part: &'a PlanPart,
         origin: &'a ValueOrigin<'a>,
-    ) -> LibraryChunk<'a> {
-        LibraryChunk {
+    ) -> ParquetLibraryChunk<'a> {
+        ParquetLibraryChunk {
             footer: &self.footer,
             fetched,
             leaf,
@@ -393,7 +394,7 @@ fn copy_all_bytes(values: &[u8], out: &mut [u8], origin: &ValueOrigin<'_>) -> Re
 }
 
 /// Returns the range from the first row to the last one.
-pub(crate) fn row_span(ranges: &[Range<u64>]) -> Range<u64> {
+pub(crate) fn span_of_row_ranges(ranges: &[Range<u64>]) -> Range<u64> {
     let ends = ranges.first().zip(ranges.last());
     ends.map_or(0..0, |(first, last)| first.start..last.end)
 }
@@ -403,13 +404,13 @@ fn count_rows(rows: u64) -> usize {
 }
 
 /// Copies the rows of `ranges` from `all`, which has the rows of their span.
-fn copy_ranges(
+fn copy_row_ranges(
     all: &[u8],
     ranges: &[Range<u64>],
     width: usize,
     out: &mut [u8],
 ) -> std::result::Result<(), ChunkDecodeError> {
-    let first = row_span(ranges).start;
+    let first = span_of_row_ranges(ranges).start;
     let mut done = 0;
     for range in ranges {
         let [start, end] = [range.start, range.end].map(|row| count_rows(row - first) * width);
@@ -518,7 +519,7 @@ impl DecodePlan {
                 stored,
                 levels,
                 page_index: None,
-                time: time.filter(|rule| !rule.is_identity()),
+                time: time.filter(|rule| !rule.needs_no_time_conversion()),
             },
             None => ColumnDecoding::Library { leaf },
         })

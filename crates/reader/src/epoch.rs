@@ -90,7 +90,7 @@ impl EpochReader {
             .map(|column| BatchField { element: column.output_element, ..column.field.clone() })
             .collect();
         let part_bytes: Vec<(u64, u64)> =
-            setup.plan.parts().iter().map(|part| setup.part_cost(part)).collect();
+            setup.plan.parts().iter().map(|part| setup.part_memory_cost(part)).collect();
         let rows = setup.plan.plan_batch(0).rows;
         let batch = (Batch::bytes_for_rows(&fields, rows) as u64)
             .saturating_add(setup.variable_bytes_for_rows(rows as u64));
@@ -235,7 +235,7 @@ impl EpochSetup {
     }
 
     /// Returns a part's bytes: decoded, and in addition while it is loaded.
-    fn part_cost(&self, part: &PlanPart) -> (u64, u64) {
+    fn part_memory_cost(&self, part: &PlanPart) -> (u64, u64) {
         let files = &self.dataset.manifest().files;
         let group = files.get(part.file).and_then(|file| file.groups.get(part.group));
         let rows = part.rows.end - part.rows.start;
@@ -280,7 +280,7 @@ impl EpochSetup {
     /// Returns the least and the most bytes of `rows` padded rows.
     fn padded_bytes_for_rows(&self, rows: usize) -> (u64, u64) {
         let padded = self.selected.iter().filter_map(|column| column.padding.as_ref());
-        padded.map(|padding| padding.byte_bounds(rows)).fold(
+        padded.map(|padding| padding.padded_byte_bounds(rows)).fold(
             (0, 0),
             |(least, max_page_bytes), (short, long)| {
                 (least.saturating_add(short as u64), max_page_bytes.saturating_add(long as u64))
@@ -314,7 +314,7 @@ impl BudgetSplit {
     fn new(setup: &EpochSetup, part_bytes: &[(u64, u64)], batch: u64, padded: u64) -> Result<Self> {
         let budget = setup.budget;
         let largest = part_bytes.iter().map(|(_, besides)| *besides).max().unwrap_or(0);
-        let open = setup.plan.min_held_bytes(|part| setup.part_cost(part).0);
+        let open = setup.plan.min_resident_bytes(|part| setup.part_memory_cost(part).0);
         let blocks = open.saturating_add(largest);
         // One batch at the consumer, and the next one.
         let batches = batch.saturating_mul(2);
@@ -346,9 +346,9 @@ impl SharedEpoch {
         let mut state = self.state.lock();
         while !state.ended {
             match state.next_decode_job(&self.setup.plan) {
-                Some(job) => {
-                    MutexGuard::unlocked(&mut state, || self.run_job_guarded(job, &mut bench))
-                }
+                Some(job) => MutexGuard::unlocked(&mut state, || {
+                    self.run_job_catching_panics(job, &mut bench)
+                }),
                 None => self.work.wait(&mut state),
             }
         }
@@ -359,9 +359,9 @@ impl SharedEpoch {
         let mut state = self.state.lock();
         while !state.ended {
             match state.next_fetch_job() {
-                Some(job) => {
-                    MutexGuard::unlocked(&mut state, || self.run_job_guarded(job, &mut bench))
-                }
+                Some(job) => MutexGuard::unlocked(&mut state, || {
+                    self.run_job_catching_panics(job, &mut bench)
+                }),
                 None => self.room.wait(&mut state),
             }
         }
@@ -370,7 +370,7 @@ impl SharedEpoch {
         self.ready.notify_all();
     }
 
-    fn run_job_guarded(&self, job: EpochJob, bench: &mut DecodeScratch) {
+    fn run_job_catching_panics(&self, job: EpochJob, bench: &mut DecodeScratch) {
         let part = match &job {
             EpochJob::Fetch(part) | EpochJob::Load(part, _) => self.setup.plan.parts().get(*part),
             EpochJob::Assemble(..) => None,
@@ -426,7 +426,7 @@ impl SharedEpoch {
                     Some(batch) => state.add_ready_batch(draft.number, batch),
                     None => state.return_draft(*draft),
                 }
-                let (done, wake) = state.finish_copy(&pieces);
+                let (done, wake) = state.release_copied_blocks(&pieces);
                 drop(state);
                 if last {
                     self.ready.notify_one();
@@ -449,7 +449,7 @@ impl SharedEpoch {
         let plan = DecodePlan::new(&setup.dataset, &setup.selected, part, setup.pool.byte_limit())?;
         let claim =
             setup.pool.reserve_bytes(usize::try_from(plan.stored_bytes()).unwrap_or(usize::MAX));
-        let bytes = plan.fetch_all(&setup.dataset, part)?;
+        let bytes = plan.fetch_all_columns(&setup.dataset, part)?;
         Ok(Some(Box::new((plan, bytes, claim))))
     }
 

@@ -282,7 +282,10 @@ impl EpochState {
 
     /// Counts copied rows. Returns the blocks that are no longer needed, so that the caller drops
     /// them without the lock, and whether idle threads have work.
-    pub(crate) fn finish_copy(&mut self, pieces: &[PartSlice]) -> (Vec<Arc<DecodedBlock>>, bool) {
+    pub(crate) fn release_copied_blocks(
+        &mut self,
+        pieces: &[PartSlice],
+    ) -> (Vec<Arc<DecodedBlock>>, bool) {
         self.copying = self.copying.saturating_sub(1);
         let mut done = Vec::new();
         for piece in pieces {

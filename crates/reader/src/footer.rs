@@ -18,9 +18,9 @@ use parquet::file::metadata::{
 };
 use parquet::file::reader::{ChunkReader, Length};
 
-use crate::column_hints::{ColumnHint, column_hints};
+use crate::arrow_schema_hints::{ArrowSchemaHint, arrow_schema_hints};
 use crate::error::{Error, Result};
-use crate::time_rule::{SparkCalendar, TimeRule};
+use crate::time_rule::{LegacySparkCalendar, TimeRule};
 
 /// Bytes of the first read at the end of a file, which usually contain the footer.
 const FOOTER_READ_BYTES: u64 = 64 << 10;
@@ -35,8 +35,8 @@ const MAX_VALUES_PER_BYTE: i64 = i32::MAX as i64;
 pub(crate) struct FileFooter {
     read: ArrowReaderMetadata,
     views: OnceLock<Result<ArrowReaderMetadata, String>>,
-    hints: Vec<ColumnHint>,
-    calendar: SparkCalendar,
+    hints: Vec<ArrowSchemaHint>,
+    calendar: LegacySparkCalendar,
 }
 
 impl Deref for FileFooter {
@@ -51,12 +51,12 @@ impl FileFooter {
     /// Wraps a footer as it was read.
     pub(crate) fn new(read: ArrowReaderMetadata) -> Self {
         let file = read.metadata().file_metadata();
-        let (hints, calendar) = (column_hints(file), SparkCalendar::from_footer(file));
+        let (hints, calendar) = (arrow_schema_hints(file), LegacySparkCalendar::from_footer(file));
         Self { read, views: OnceLock::new(), hints, calendar }
     }
 
     /// Returns the facts about a root column that only the schema of Arrow states.
-    pub(crate) fn hint(&self, root: usize) -> Option<&ColumnHint> {
+    pub(crate) fn hint(&self, root: usize) -> Option<&ArrowSchemaHint> {
         self.hints.get(root)
     }
 
@@ -84,14 +84,14 @@ impl FileFooter {
     ///
     /// # Errors
     /// A column that the library cannot read as views.
-    pub(crate) fn view_metadata(&self) -> parquet::errors::Result<ArrowReaderMetadata> {
-        let made = self
-            .views
-            .get_or_init(|| self.build_view_metadata().map_err(|error| error.to_string()));
+    pub(crate) fn metadata_with_view_types(&self) -> parquet::errors::Result<ArrowReaderMetadata> {
+        let made = self.views.get_or_init(|| {
+            self.build_metadata_with_view_types().map_err(|error| error.to_string())
+        });
         made.clone().map_err(ParquetError::General)
     }
 
-    fn build_view_metadata(&self) -> parquet::errors::Result<ArrowReaderMetadata> {
+    fn build_metadata_with_view_types(&self) -> parquet::errors::Result<ArrowReaderMetadata> {
         let schema = self.read.schema();
         let view = |field: &Arc<Field>| match view_type(field.data_type()) {
             Some(kind) => Arc::new(field.as_ref().clone().with_data_type(kind)),
@@ -154,7 +154,7 @@ fn read_footer(store: &Store, path: &str, bytes: u64) -> Result<FileFooter> {
     }
     let fail = |source| Error::Footer { file: file(), source };
     let metadata = parser.finish().map_err(fail)?;
-    check_plausible(&metadata, bytes).map_err(|what| fail(ParquetError::General(what)))?;
+    check_footer_plausible(&metadata, bytes).map_err(|what| fail(ParquetError::General(what)))?;
     // Only the Parquet types decide, so that files of different writers agree.
     let options = ArrowReaderOptions::new().with_skip_arrow_metadata(true);
     ArrowReaderMetadata::try_new(metadata.into(), options).map(FileFooter::new).map_err(fail)
@@ -163,7 +163,7 @@ fn read_footer(store: &Store, path: &str, bytes: u64) -> Result<FileFooter> {
 /// Checks that a footer is plausible for a file of `bytes` bytes: chunks and indexes are inside the
 /// file, columns have as many values as rows, and no chunk decodes to more bytes than the format
 /// allows.
-fn check_plausible(metadata: &ParquetMetaData, bytes: u64) -> Result<(), String> {
+fn check_footer_plausible(metadata: &ParquetMetaData, bytes: u64) -> Result<(), String> {
     let inside = |from: i64, length: i64| {
         let (from, length) = (u64::try_from(from).ok(), u64::try_from(length).ok());
         from.zip(length)
@@ -283,7 +283,7 @@ impl ChunkReader for FetchedRanges {
 }
 
 /// Returns the byte range of a column chunk.
-pub(crate) fn chunk_range(chunk: &ColumnChunkMetaData) -> Range<u64> {
+pub(crate) fn chunk_byte_range(chunk: &ColumnChunkMetaData) -> Range<u64> {
     let (start, length) = chunk.byte_range();
     start..start.saturating_add(length)
 }

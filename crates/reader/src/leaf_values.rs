@@ -70,7 +70,7 @@ pub(crate) fn read_leaf(
     let promoted = promoted.filter(|from| is_promotable(*from, selected.field.element));
     match (reader, kind) {
         (ColumnReader::Int32ColumnReader(reader), _) if promoted.is_some() => {
-            promote_integers(reader, request, column)
+            read_promoted_integers(reader, request, column)
         }
         (ColumnReader::Int64ColumnReader(reader), DataType::Int64) if promoted.is_some() => {
             convert_leaf(reader, request, column, |value| Ok(nearest_float64((*value).into(), 0)))
@@ -127,14 +127,14 @@ pub(crate) fn read_leaf(
             if decimal_scale(kind).is_some() =>
         {
             let scale = decimal_scale(kind).unwrap_or_default();
-            convert_leaf(reader, request, column, |value| decimal_bytes(value.data(), scale))
+            convert_leaf(reader, request, column, |value| decimal_from_bytes(value.data(), scale))
         }
         (ColumnReader::ByteArrayColumnReader(reader), kind) if decimal_scale(kind).is_some() => {
             let scale = decimal_scale(kind).unwrap_or_default();
-            convert_leaf(reader, request, column, |value| decimal_bytes(value.data(), scale))
+            convert_leaf(reader, request, column, |value| decimal_from_bytes(value.data(), scale))
         }
         (ColumnReader::FixedLenByteArrayColumnReader(reader), DataType::Float16) => {
-            convert_leaf(reader, request, column, |value| half_float(value.data()))
+            convert_leaf(reader, request, column, |value| half_float_from_bytes(value.data()))
         }
         (ColumnReader::Int96ColumnReader(reader), DataType::Timestamp(..)) => {
             convert_leaf(reader, request, column, |value| {
@@ -145,7 +145,7 @@ pub(crate) fn read_leaf(
                 let micros = int96_microseconds(nanoseconds, day).ok_or_else(|| {
                     format!("Julian day {day} is more microseconds than an int64 can hold")
                 })?;
-                time.map_or(Ok(micros), |rule| rule.check_calendar(micros))
+                time.map_or(Ok(micros), |rule| rule.check_calendar_independent(micros))
             })
         }
         _ => Err(Error::Unreadable {
@@ -156,7 +156,7 @@ pub(crate) fn read_leaf(
 }
 
 /// Reads integers of up to 32 bits into a column that its table has widened.
-fn promote_integers(
+fn read_promoted_integers(
     reader: ColumnReaderImpl<Int32Type>,
     request: &LeafRequest<'_>,
     column: &ColumnDescriptor,
@@ -186,7 +186,7 @@ fn decimal_scale(kind: &DataType) -> Option<i32> {
 }
 
 /// Converts a decimal that is stored as a big-endian number of any length.
-fn decimal_bytes(bytes: &[u8], scale: i32) -> std::result::Result<f64, String> {
+fn decimal_from_bytes(bytes: &[u8], scale: i32) -> std::result::Result<f64, String> {
     // Two's complement: the sign fills the bytes before the stored ones.
     let negative = bytes.first().is_some_and(|first| *first >= 0x80);
     let mut whole = [if negative { 0xFF } else { 0 }; MAX_DECIMAL_BYTES];
@@ -198,7 +198,7 @@ fn decimal_bytes(bytes: &[u8], scale: i32) -> std::result::Result<f64, String> {
     Ok(wide_decimal_float64(i256::from_be_bytes(whole), scale))
 }
 
-fn half_float(bytes: &[u8]) -> std::result::Result<f32, String> {
+fn half_float_from_bytes(bytes: &[u8]) -> std::result::Result<f32, String> {
     let bytes = bytes.try_into().map_err(|_| "a half float of another length".to_owned())?;
     Ok(<Float16Type as ArrowPrimitiveType>::Native::from_le_bytes(bytes).to_f32())
 }

@@ -25,7 +25,7 @@
 //!
 //! ```text
 //! error, hive, pool, column                          errors, memory, columns
-//! column_hints, time_rule                            types that only Arrow's schema states; times
+//! arrow_schema_hints, time_rule                            types that only Arrow's schema states; times
 //! pages, footer, chunk_verification, fill            bytes of files, replacements
 //! padding                                            rows of one length
 //! value_origin, schema, values, variable_length      origin of errors, types, copies of values
@@ -56,13 +56,13 @@
 #![forbid(unsafe_code)]
 
 mod array_values;
+mod arrow_schema_hints;
 mod assemble;
 mod batch;
 mod block;
 mod cache;
 mod chunk_verification;
 mod column;
-mod column_hints;
 mod dataset;
 mod decode;
 mod epoch;
@@ -89,7 +89,7 @@ pub use column::BatchField;
 pub use dataset::ParquetDataset;
 pub use epoch::{EpochReader, NextBatch};
 pub use error::{Error, ReadFault, Result};
-pub use farandole_dataset::{FileValues, partition_element, partition_values};
+pub use farandole_dataset::{FileValues, infer_partition_type, partition_values};
 pub use fill_value::FillValue;
 pub use padding::RowPadding;
 pub use reader::{Reader, ReaderOptions};

@@ -22,9 +22,9 @@ use parquet::file::serialized_reader::SerializedPageReader;
 use crate::array_values::convert_array;
 use crate::column::SelectedColumn;
 use crate::error::{Error, Result};
-use crate::footer::{FetchedRanges, FileFooter, chunk_range, view_type};
+use crate::footer::{FetchedRanges, FileFooter, chunk_byte_range, view_type};
 use crate::leaf_values::{LeafRequest, read_leaf};
-use crate::pages::{PageClaims, check_lengths, check_page_claims};
+use crate::pages::{PageHeaderSizes, check_claimed_lengths, check_page_header_sizes};
 use crate::schema::{element_and_list, is_promotable};
 use crate::time_rule::TimeRule;
 use crate::value_origin::ValueOrigin;
@@ -40,7 +40,7 @@ const VARIABLE_LENGTH_LIMITS: (usize, usize) = (64 << 20, 4);
 const LENGTH_PREFIX_BYTES: usize = 4;
 
 /// A column chunk for the library, and its memory limit.
-pub(crate) struct LibraryChunk<'a> {
+pub(crate) struct ParquetLibraryChunk<'a> {
     pub(crate) footer: &'a FileFooter,
     pub(crate) fetched: FetchedRanges,
     pub(crate) leaf: usize,
@@ -56,25 +56,28 @@ pub(crate) struct LibraryChunk<'a> {
 ///
 /// # Errors
 /// Bytes that cannot be decoded, sizes above the limits, and nulls without a fill value.
-pub(crate) fn read_column(source: LibraryChunk<'_>, selected: &SelectedColumn) -> Result<Buffer> {
+pub(crate) fn read_column(
+    source: ParquetLibraryChunk<'_>,
+    selected: &SelectedColumn,
+) -> Result<Buffer> {
     let schema = source.footer.parquet_schema();
     let root = schema.get_column_root_idx(source.leaf);
     let kind = source.footer.schema().fields().get(root).map(|field| field.data_type());
     let (element, is_list) = kind.and_then(element_and_list).unzip();
     let is_promoted = element.is_some_and(|from| is_promotable(from, selected.field.element));
-    source.check_claims()?;
+    source.check_chunk_page_sizes()?;
     if is_list == Some(true)
         || is_promoted
         || schema.column(source.leaf).physical_type() == Type::INT96
     {
-        let LibraryChunk { footer, fetched, leaf, part, origin, time, .. } = source;
+        let ParquetLibraryChunk { footer, fetched, leaf, part, origin, time, .. } = source;
         let request = LeafRequest { leaf, part, selected, origin, time };
         let kind = footer.value_type(root).ok_or(Error::Ended)?;
         return read_leaf(footer, &fetched, &request, &kind);
     }
     let (origin, time) = (source.origin, source.time);
     let footer = ArrowReaderMetadata::clone(source.footer);
-    let batch = read_flat(source, footer, MAX_ROWS_PER_DECODE, usize::MAX)?;
+    let batch = read_column_in_batches(source, footer, MAX_ROWS_PER_DECODE, usize::MAX)?;
     let array = batch.columns().first().ok_or(Error::Ended)?;
     convert_array(array, selected, time, origin)
 }
@@ -83,9 +86,11 @@ pub(crate) fn read_column(source: LibraryChunk<'_>, selected: &SelectedColumn) -
 ///
 /// # Errors
 /// Like [`read_column`], and strings that take more than the limit.
-pub(crate) fn read_variable_length(source: LibraryChunk<'_>) -> Result<VariableLengthValues> {
+pub(crate) fn read_variable_length(
+    source: ParquetLibraryChunk<'_>,
+) -> Result<VariableLengthValues> {
     let origin = source.origin;
-    let (max_page_bytes, claims) = (source.max_page_bytes, source.check_claims()?);
+    let (max_page_bytes, claims) = (source.max_page_bytes, source.check_chunk_page_sizes()?);
     let room =
         max_page_bytes.saturating_mul(VARIABLE_LENGTH_LIMITS.1).max(VARIABLE_LENGTH_LIMITS.0);
     let is_stored = source.chunk_compression() == Some(Compression::UNCOMPRESSED);
@@ -94,7 +99,7 @@ pub(crate) fn read_variable_length(source: LibraryChunk<'_>) -> Result<VariableL
         if is_stored || claims.has_uncompressed { source.fetched.total_bytes() } else { 0 };
     let dictionary =
         if is_stored { claims.dictionary.min(claims.stored) } else { claims.dictionary };
-    let footer = source.view_metadata();
+    let footer = source.metadata_with_view_types();
     if footer.is_some() && claims.entries > dictionary / LENGTH_PREFIX_BYTES {
         let what = format!("a dictionary claims {} values", claims.entries);
         return Err(origin.parquet_error(ParquetError::General(what)));
@@ -104,13 +109,13 @@ pub(crate) fn read_variable_length(source: LibraryChunk<'_>) -> Result<VariableL
         // Views cost only the memory of their pages, even if dictionary values are repeated often.
         Some(footer) if !claims.has_prefixes && claims.bytes.max(views) <= room => {
             let footer = footer.map_err(|error| origin.parquet_error(error))?;
-            (read_flat(source, footer, MAX_ROWS_PER_DECODE, usize::MAX)?, stored)
+            (read_column_in_batches(source, footer, MAX_ROWS_PER_DECODE, usize::MAX)?, stored)
         }
         // Without views, every row may be as large as the dictionary or a whole page.
         _ => {
             let footer = ArrowReaderMetadata::clone(source.footer);
             let once = max_page_bytes / claims.dictionary.max(claims.longest).max(1);
-            (read_flat(source, footer, once.clamp(1, MAX_ROWS_PER_DECODE), room)?, 0)
+            (read_column_in_batches(source, footer, once.clamp(1, MAX_ROWS_PER_DECODE), room)?, 0)
         }
     };
     let array = batch.columns().first().ok_or(Error::Ended)?;
@@ -139,7 +144,7 @@ fn over_budget_error(room: usize, max_page_bytes: usize) -> ParquetError {
     ))
 }
 
-impl LibraryChunk<'_> {
+impl ParquetLibraryChunk<'_> {
     fn chunk_metadata(&self) -> Option<&ColumnChunkMetaData> {
         self.footer.metadata().row_groups().get(self.part.group)?.columns().get(self.leaf)
     }
@@ -150,29 +155,31 @@ impl LibraryChunk<'_> {
 
     /// Returns a footer with which the library leaves the column's values in their pages; `None`
     /// for a column that is not strings or bytes of any length.
-    fn view_metadata(&self) -> Option<parquet::errors::Result<ArrowReaderMetadata>> {
+    fn metadata_with_view_types(&self) -> Option<parquet::errors::Result<ArrowReaderMetadata>> {
         let root = self.footer.parquet_schema().get_column_root_idx(self.leaf);
         view_type(self.footer.schema().fields().get(root)?.data_type())?;
-        Some(self.footer.view_metadata())
+        Some(self.footer.metadata_with_view_types())
     }
 
     /// Checks the page headers of the chunk, which the library trusts.
-    fn check_claims(&self) -> Result<PageClaims> {
+    fn check_chunk_page_sizes(&self) -> Result<PageHeaderSizes> {
         let chunk = self.chunk_metadata().ok_or(Error::Ended)?;
-        let range = chunk_range(chunk);
+        let range = chunk_byte_range(chunk);
         let bytes =
             self.fetched.slice_from(range.start, usize::try_from(range.end - range.start).ok());
         let bytes = bytes.map_err(|source| self.origin.parquet_error(source))?;
         let values = usize::try_from(chunk.num_values()).unwrap_or(usize::MAX);
         let wrong = |source| self.origin.parquet_error(source);
-        let found = check_page_claims(&bytes, values, self.max_page_bytes)
+        let found = check_page_header_sizes(&bytes, values, self.max_page_bytes)
             .map_err(|what| wrong(ParquetError::General(what)))?;
         if found.has_length_lists {
             let column = self.footer.parquet_schema().column(self.leaf);
             let levels = (column.max_def_level(), column.max_rep_level());
             let pages = SerializedPageReader::new(Arc::new(self.fetched.clone()), chunk, 0, None);
             pages
-                .and_then(|mut pages| check_lengths(&mut pages, levels, self.max_page_bytes))
+                .and_then(|mut pages| {
+                    check_claimed_lengths(&mut pages, levels, self.max_page_bytes)
+                })
                 .map_err(wrong)?;
         }
         Ok(found)
@@ -180,13 +187,13 @@ impl LibraryChunk<'_> {
 }
 
 /// Reads a column by `footer`, `once` rows at a time. All rows may take `room` bytes.
-fn read_flat(
-    source: LibraryChunk<'_>,
+fn read_column_in_batches(
+    source: ParquetLibraryChunk<'_>,
     footer: ArrowReaderMetadata,
     once: usize,
     room: usize,
 ) -> Result<RecordBatch> {
-    let LibraryChunk { fetched, leaf, part, max_page_bytes, origin, .. } = source;
+    let ParquetLibraryChunk { fetched, leaf, part, max_page_bytes, origin, .. } = source;
     let root = footer.parquet_schema().get_column_root_idx(leaf);
     let count = |rows: u64| usize::try_from(rows).unwrap_or(usize::MAX);
     let rows = count(part.rows.end - part.rows.start);
@@ -309,7 +316,7 @@ mod tests {
         let dataset = written("memory://library-stored");
         let (selected, part) = (selected(&dataset), part());
         let plan = DecodePlan::new(&dataset, &selected, &part, BUDGET).unwrap();
-        let fetched = plan.fetch_all(&dataset, &part).unwrap();
+        let fetched = plan.fetch_all_columns(&dataset, &part).unwrap();
         assert!(fetched.total_bytes() > 2000 * BYTES);
         let found = plan
             .decode_variable_length(&dataset, (&selected[0], 0), &part, Some(&fetched))
@@ -336,7 +343,7 @@ mod tests {
             let stored_rows = std::slice::from_ref(&(500..510));
             let origin = ValueOrigin { file: "0.parquet", group: 0, column: "a", stored_rows };
             let fetched = FetchedRanges::new(dataset.store(), "0.parquet", &[], 0).unwrap();
-            let source = LibraryChunk {
+            let source = ParquetLibraryChunk {
                 footer: &footer,
                 fetched,
                 leaf,
@@ -345,7 +352,7 @@ mod tests {
                 origin: &origin,
                 time: None,
             };
-            Arc::clone(source.view_metadata().unwrap().unwrap().schema())
+            Arc::clone(source.metadata_with_view_types().unwrap().unwrap().schema())
         };
         let (first, second) = (schema(0), schema(1));
         assert!(

@@ -183,7 +183,7 @@ impl BufferPool {
         held.used = held.used.saturating_add(bytes);
         drop(held);
         drop(shed);
-        found.or_else(|| take_from_reserve(bytes, fits))
+        found.or_else(|| reuse_dropped_pool_memory(bytes, fits))
     }
 
     /// Wraps memory; `bytes` of it already count as used.
@@ -230,7 +230,10 @@ impl Drop for BufferPool {
 
 /// Returns memory of a dropped pool, if some fits. Otherwise frees as many bytes as the caller will
 /// allocate.
-fn take_from_reserve(bytes: usize, fits: impl Fn(&PoolMemory) -> bool) -> Option<PoolMemory> {
+fn reuse_dropped_pool_memory(
+    bytes: usize,
+    fits: impl Fn(&PoolMemory) -> bool,
+) -> Option<PoolMemory> {
     if bytes < MIN_MAPPED_BYTES {
         return None;
     }

@@ -89,7 +89,7 @@ impl TableSchema {
         data: &mut DataFile,
         display_path: &str,
     ) -> Result<()> {
-        let has_ids = root_ids(footer).iter().any(Option::is_some);
+        let has_ids = root_field_ids(footer).iter().any(Option::is_some);
         let needs_ids = |one: &ColumnAcrossFiles| {
             one.column.field_id.is_some() && one.column.stored_names.is_empty()
         };
@@ -98,14 +98,15 @@ impl TableSchema {
         }
         for merged in &mut self.columns {
             let name = merged.column.name.clone();
-            match find_root(footer, &merged.column, has_ids) {
+            match find_root_column(footer, &merged.column, has_ids) {
                 Some(root) => {
                     let stored = footer.schema().field(root).name();
                     if *stored != name {
                         data.names.insert(name.clone(), stored.clone());
                     }
                     if data.rows > 0
-                        && let Err(conflict) = merged.add_stored(footer, root, data, display_path)
+                        && let Err(conflict) =
+                            merged.add_stored_column(footer, root, data, display_path)
                     {
                         self.disputed.push(name);
                         merged.reason = Some(conflict.to_string());
@@ -162,7 +163,7 @@ impl TableSchema {
 
 impl ColumnAcrossFiles {
     /// Adds the column of a file with rows.
-    fn add_stored(
+    fn add_stored_column(
         &mut self,
         footer: &FileFooter,
         root: usize,
@@ -203,14 +204,14 @@ impl ColumnAcrossFiles {
 }
 
 /// Returns the numbers of the root columns.
-fn root_ids(footer: &FileFooter) -> Vec<Option<i32>> {
+fn root_field_ids(footer: &FileFooter) -> Vec<Option<i32>> {
     let fields = footer.parquet_schema().root_schema().get_fields();
     fields.iter().map(|field| field.get_basic_info()).map(|i| i.has_id().then(|| i.id())).collect()
 }
 
-fn find_root(footer: &FileFooter, column: &TableColumn, has_ids: bool) -> Option<usize> {
+fn find_root_column(footer: &FileFooter, column: &TableColumn, has_ids: bool) -> Option<usize> {
     if let (Some(id), true) = (column.field_id, has_ids) {
-        return root_ids(footer).iter().position(|found| *found == Some(id));
+        return root_field_ids(footer).iter().position(|found| *found == Some(id));
     }
     let schema: &Schema = footer.schema();
     column.stored_names.iter().find_map(|name| Some(schema.column_with_name(name)?.0))

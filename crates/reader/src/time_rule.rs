@@ -44,7 +44,7 @@ impl TimeRule {
     pub(crate) fn of_column(
         kind: &DataType,
         stored: Physical,
-        calendar: SparkCalendar,
+        calendar: LegacySparkCalendar,
     ) -> Option<Self> {
         let old_times = match (stored, kind) {
             (Physical::INT96, _) => calendar.has_old_int96,
@@ -76,7 +76,7 @@ impl TimeRule {
     }
 
     /// Returns whether every stored number is the number in batches.
-    pub(crate) fn is_identity(self) -> bool {
+    pub(crate) fn needs_no_time_conversion(self) -> bool {
         !self.midnights
             && self.earliest == i64::MIN
             && matches!(self.unit, None | Some(TimeUnit::Microsecond))
@@ -92,7 +92,7 @@ impl TimeRule {
             let unit = self.unit.map_or("days", TimeUnit::plural_name);
             return Err(format!("{stored} {unit} are more microseconds than an int64 can hold"));
         };
-        let value = self.check_calendar(value)?;
+        let value = self.check_calendar_independent(value)?;
         if !self.midnights {
             return Ok(value);
         }
@@ -104,7 +104,7 @@ impl TimeRule {
     ///
     /// # Errors
     /// It does.
-    pub(crate) fn check_calendar(self, value: i64) -> Result<i64, String> {
+    pub(crate) fn check_calendar_independent(self, value: i64) -> Result<i64, String> {
         if value >= self.earliest {
             return Ok(value);
         }
@@ -122,12 +122,12 @@ impl TimeRule {
 
 /// Columns of a file that Spark wrote in its calendar before version 3.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct SparkCalendar {
+pub(crate) struct LegacySparkCalendar {
     has_old_dates: bool,
     has_old_int96: bool,
 }
 
-impl SparkCalendar {
+impl LegacySparkCalendar {
     /// Reads the entries that Spark writes to footers.
     pub(crate) fn from_footer(file: &FileMetaData) -> Self {
         let entries = file.key_value_metadata().map_or(&[][..], Vec::as_slice);
@@ -152,7 +152,7 @@ mod tests {
 
     #[test]
     fn only_old_dates_and_long_times_are_refused() {
-        let old = SparkCalendar { has_old_dates: true, has_old_int96: false };
+        let old = LegacySparkCalendar { has_old_dates: true, has_old_int96: false };
         let dates = TimeRule::of_column(&DataType::Date32, Physical::INT32, old).unwrap();
         assert_eq!(dates.convert(FIRST_GREGORIAN_DAY), Ok(FIRST_GREGORIAN_DAY));
         assert!(dates.convert(FIRST_GREGORIAN_DAY - 1).unwrap_err().contains("1582-10-15"));
@@ -160,15 +160,18 @@ mod tests {
         let local = TimeRule::of_column(&local, Physical::INT64, old).unwrap();
         assert_eq!(local.convert(-1 << 50), Ok((-1 << 50) * 1000));
         assert!(local.convert(i64::MIN).unwrap_err().contains("milliseconds"));
-        assert!(!local.is_identity());
+        assert!(!local.needs_no_time_conversion());
         let micros = DataType::Timestamp(ArrowUnit::Microsecond, Some("UTC".into()));
-        let micros = TimeRule::of_column(&micros, Physical::INT64, SparkCalendar::default());
-        assert!(micros.unwrap().is_identity());
+        let micros = TimeRule::of_column(&micros, Physical::INT64, LegacySparkCalendar::default());
+        assert!(micros.unwrap().needs_no_time_conversion());
         assert_eq!(TimeRule::of_column(&DataType::Int64, Physical::INT64, old), None);
         let midnights = dates.into_microseconds();
         assert_eq!(midnights.convert(-2), Ok(-172_800_000_000));
         assert!(midnights.convert(1 << 40).unwrap_err().contains("days are more microseconds"));
         assert!(midnights.convert(FIRST_GREGORIAN_DAY - 1).unwrap_err().contains("1582-10-15"));
-        assert!(!midnights.is_identity() && micros.unwrap().into_microseconds().is_identity());
+        assert!(
+            !midnights.needs_no_time_conversion()
+                && micros.unwrap().into_microseconds().needs_no_time_conversion()
+        );
     }
 }

@@ -17,7 +17,7 @@ pub(crate) fn is_castable(from: ElementType, to: ElementType) -> bool {
 /// Returns the position of the first value of `data` that `to` cannot represent, and the value.
 /// Integers are rounded to the nearest float, doubles to the nearest single, and the fractions of
 /// floats are cut; all of that is asked for. Whatever leaves the range of `to` is not.
-pub(crate) fn find_out_of_range(
+pub(crate) fn find_value_out_of_range(
     data: &[u8],
     from: ElementType,
     to: ElementType,
@@ -81,7 +81,7 @@ impl<'a> RowCopyPlan<'a> {
     }
 
     /// Returns whether each of these rows is written directly after a row of `other`.
-    fn is_right_after(&self, other: &Self) -> bool {
+    fn is_written_right_after(&self, other: &Self) -> bool {
         self.output_start == other.output_start + 1
             && (self.count, self.output_stride) == (other.count, other.output_stride)
     }
@@ -151,7 +151,7 @@ pub(crate) fn copy_interleaved(
     while let Some((strand, after)) = rest.split_first() {
         if let Some((band, after)) = rest.split_first_chunk::<INTERLEAVE_WIDTH>()
             && band.iter().all(plain)
-            && band.windows(2).all(|pair| pair[1].1.is_right_after(&pair[0].1))
+            && band.windows(2).all(|pair| pair[1].1.is_written_right_after(&pair[0].1))
             && match to.byte_width().unwrap_or(1) {
                 1 => interleave_values::<u8>(band, out),
                 2 => interleave_values::<u16>(band, as_values_mut(out)),
@@ -225,17 +225,17 @@ pub(crate) fn shuffle_column(
 ) {
     if source.element == to && source.elements == 1 {
         match to.byte_width().unwrap_or(1) {
-            1 => copy_permuted(source.data, order, out),
-            2 => copy_permuted::<u16>(as_values(source.data), order, as_values_mut(out)),
-            4 => copy_permuted::<u32>(as_values(source.data), order, as_values_mut(out)),
-            _ => copy_permuted::<u64>(as_values(source.data), order, as_values_mut(out)),
+            1 => copy_in_order(source.data, order, out),
+            2 => copy_in_order::<u16>(as_values(source.data), order, as_values_mut(out)),
+            4 => copy_in_order::<u32>(as_values(source.data), order, as_values_mut(out)),
+            _ => copy_in_order::<u64>(as_values(source.data), order, as_values_mut(out)),
         }
     } else {
         copy_selection(source, RowCopyPlan::all_in_order(order), out, to);
     }
 }
 
-fn copy_permuted<T: Copy>(source: &[T], order: &[u32], out: &mut [T]) {
+fn copy_in_order<T: Copy>(source: &[T], order: &[u32], out: &mut [T]) {
     for (slot, row) in out.iter_mut().zip(order) {
         if let Some(value) = source.get(*row as usize) {
             *slot = *value;
@@ -269,7 +269,7 @@ fn copy_rows(source: &[u8], width: usize, rows: RowCopyPlan<'_>, out: &mut [u8])
 }
 
 /// Conversion with the semantics of `as`: numbers are rounded to the nearest float, and floats
-/// become integers by truncation. [`find_out_of_range`] has refused values beyond the range.
+/// become integers by truncation. [`find_value_out_of_range`] has refused values beyond the range.
 trait CastTo<T> {
     fn cast_to(self) -> T;
 }
@@ -495,7 +495,7 @@ mod tests {
             ColumnSource { data: data.as_bytes(), element: ElementType::Float64, elements: 1 };
         assert_eq!(run::<f32>(source, ALL, ElementType::Float32)[..3], [1.5, -2.5, 1e10]);
         assert_eq!(run::<i64>(source, ALL, ElementType::Int64), [1, -2, 10_000_000_000, 0]);
-        let found = |from, to| find_out_of_range(data.as_bytes(), from, to);
+        let found = |from, to| find_value_out_of_range(data.as_bytes(), from, to);
         assert_eq!(found(ElementType::Float64, ElementType::Int64), Some((3, "NaN".to_owned())));
         assert_eq!(found(ElementType::Float64, ElementType::Float32), None);
         assert_eq!(
@@ -503,7 +503,7 @@ mod tests {
             Some((1, (-2.5_f64).to_bits().to_string()))
         );
         let large = [1.0, 1e300].map(f64::to_le_bytes).concat();
-        let found = find_out_of_range(&large, ElementType::Float64, ElementType::Float32);
+        let found = find_value_out_of_range(&large, ElementType::Float64, ElementType::Float32);
         assert_eq!(found.map(|(at, _)| at), Some(1));
         let source = ColumnSource { data: &[0, 1, 1, 0], element: ElementType::Bool, elements: 2 };
         let rows = RowCopyPlan { first: 1, count: 1, ..ALL };

@@ -115,7 +115,7 @@ impl VariableLengthBuilder {
     }
 
     /// Copies the known rows, so that the source arrays can be dropped.
-    pub(crate) fn copy_known_rows(&mut self) {
+    pub(crate) fn copy_rows_added_so_far(&mut self) {
         let mut known = BinaryViewBuilder::new();
         for place in self.places.iter().flatten() {
             known.append_value(value_at(&self.arrays, *place));
@@ -206,7 +206,7 @@ mod tests {
                 RowCopyPlan { order: Some(&[1, 0]), output_start: 1, output_stride: 2, ..PLAIN },
             );
             if settled {
-                texts.copy_known_rows();
+                texts.copy_rows_added_so_far();
             }
             texts.add_rows(&some, RowCopyPlan { stride: 2, output_stride: 2, ..PLAIN });
             texts.add_rows(&some, RowCopyPlan { first: 1, count: 1, output_start: 4, ..PLAIN });

@@ -98,7 +98,7 @@ pub(crate) fn decode_world(bytes: Bytes, task: TaskId) -> Result<World, String> 
         (true, false) => assign_ranks,
         // A world after the first keeps the ranks of its survivors, which no rule gives.
         (false, _) => {
-            placements = sort_by_order(placements, &message.order)?;
+            placements = sort_placements_by_order(placements, &message.order)?;
             assign_ranks_as_listed
         }
     };
@@ -113,7 +113,7 @@ pub(crate) fn decode_world(bytes: Bytes, task: TaskId) -> Result<World, String> 
 }
 
 /// Sorts the placements into the order of their tasks in `order`.
-fn sort_by_order(
+fn sort_placements_by_order(
     placements: Vec<TaskPlacement>,
     order: &[u32],
 ) -> Result<Vec<TaskPlacement>, String> {

@@ -82,7 +82,7 @@ pub(crate) type Outcome = Result<Arc<FormedWorld>, FormationRefusal>;
 
 /// The answer to a rank.
 #[derive(Debug)]
-pub(crate) enum FormationAnswer {
+pub(crate) enum FormationOutcomeOrReceiver {
     Known(Outcome),
     /// Receiver of the outcome. The end of the generation closes the channel.
     Wait(watch::Receiver<Option<Outcome>>),
@@ -137,7 +137,10 @@ impl FormationTable {
 
     /// Makes the table call `note` with each world that forms, before the ranks of the world get
     /// it.
-    pub(crate) fn on_world_formed(&mut self, note: impl Fn(&FormedWorldRecord) + Send + 'static) {
+    pub(crate) fn set_world_formed_callback(
+        &mut self,
+        note: impl Fn(&FormedWorldRecord) + Send + 'static,
+    ) {
         self.note = Some(Box::new(note));
     }
 
@@ -174,7 +177,7 @@ impl FormationTable {
         &mut self,
         generation: Generation,
         request: FormationRequest,
-    ) -> Result<FormationAnswer, KeyValueRefusal> {
+    ) -> Result<FormationOutcomeOrReceiver, KeyValueRefusal> {
         if !self.enter_generation(generation) {
             return Err(KeyValueRefusal::GenerationOver);
         }
@@ -185,13 +188,15 @@ impl FormationTable {
         let holder = own.holder.get_or_insert_with(|| request.holder.clone());
         // A rank belongs to the first process that asks: a second one would split its peers' links.
         if *holder != request.holder {
-            return Ok(FormationAnswer::Known(Err(FormationRefusal::RankTaken(holder.clone()))));
+            return Ok(FormationOutcomeOrReceiver::Known(Err(FormationRefusal::RankTaken(
+                holder.clone(),
+            ))));
         }
         if let Some((attempt, formed)) = &own.last_formed
             // The answer was lost with the connection. The world must not count twice.
             && *attempt == request.attempt
         {
-            return Ok(FormationAnswer::Known(Ok(Arc::clone(formed))));
+            return Ok(FormationOutcomeOrReceiver::Known(Ok(Arc::clone(formed))));
         }
         if let Some((_, earlier)) =
             own.latest_request.replace((request.attempt, Arc::clone(&request.members)))
@@ -205,14 +210,14 @@ impl FormationTable {
         if let Some(refusal) = self.find_refusal(&request, first) {
             self.refuse_pending_world(&request.members, &refusal);
             self.clear_ended_request(request.rank, &refusal);
-            return Ok(FormationAnswer::Known(Err(refusal)));
+            return Ok(FormationOutcomeOrReceiver::Known(Err(refusal)));
         }
         let pending = self.waiting.entry(Arc::clone(&request.members)).or_default();
         pending.addresses_by_rank.insert(request.rank, request.encoded_addresses);
         if pending.addresses_by_rank.len() < request.members.len() {
-            return Ok(FormationAnswer::Wait(pending.outcome.subscribe()));
+            return Ok(FormationOutcomeOrReceiver::Wait(pending.outcome.subscribe()));
         }
-        Ok(FormationAnswer::Known(Ok(self.form_world(&request.members))))
+        Ok(FormationOutcomeOrReceiver::Known(Ok(self.form_world(&request.members))))
     }
 
     /// Forms the world of `members`, who have all asked.
@@ -391,17 +396,17 @@ mod tests {
         by_rank.into_iter().map(|bytes| String::from_utf8(bytes.into()).unwrap()).collect()
     }
 
-    fn waits(answer: FormationAnswer) -> watch::Receiver<Option<Outcome>> {
+    fn waits(answer: FormationOutcomeOrReceiver) -> watch::Receiver<Option<Outcome>> {
         match answer {
-            FormationAnswer::Wait(outcome) => outcome,
-            FormationAnswer::Known(outcome) => panic!("it does not wait: {outcome:?}"),
+            FormationOutcomeOrReceiver::Wait(outcome) => outcome,
+            FormationOutcomeOrReceiver::Known(outcome) => panic!("it does not wait: {outcome:?}"),
         }
     }
 
-    fn known(answer: FormationAnswer) -> Outcome {
+    fn known(answer: FormationOutcomeOrReceiver) -> Outcome {
         match answer {
-            FormationAnswer::Known(outcome) => outcome,
-            FormationAnswer::Wait(_) => panic!("it waits"),
+            FormationOutcomeOrReceiver::Known(outcome) => outcome,
+            FormationOutcomeOrReceiver::Wait(_) => panic!("it waits"),
         }
     }
 
@@ -468,8 +473,8 @@ mod tests {
             }
             for (rank, answer) in outcomes {
                 let outcome = match answer {
-                    FormationAnswer::Known(outcome) => outcome,
-                    FormationAnswer::Wait(outcome) => current_outcome(&outcome).unwrap(),
+                    FormationOutcomeOrReceiver::Known(outcome) => outcome,
+                    FormationOutcomeOrReceiver::Wait(outcome) => current_outcome(&outcome).unwrap(),
                 };
                 let expected = if rank == 0 {
                     members_differ(1, &[0, 1, 2])
@@ -538,7 +543,7 @@ mod tests {
     #[test]
     fn a_world_that_formed_before_an_outage_is_the_answer_after_it() {
         let mut before = FormationTable::default();
-        before.on_world_formed(|_| {});
+        before.set_world_formed_callback(|_| {});
         drop(waits(before.submit_request(ONE, request(1, 7, &[0, 1])).unwrap()));
         let formed = known(before.submit_request(ONE, request(0, 3, &[0, 1])).unwrap());
         let text = serde_json::to_string(before.formed_worlds()).unwrap();

@@ -139,7 +139,7 @@ impl KeyValueStore {
     }
 
     /// Returns the value of `key`, or a receiver of its later value.
-    pub(crate) fn get_or_wait(&mut self, generation: Generation, key: String) -> ValueLookup {
+    pub(crate) fn value_or_receiver(&mut self, generation: Generation, key: String) -> ValueLookup {
         if !self.enter_generation(generation) {
             // A closed channel reports that the generation is over.
             return ValueLookup::Wait(oneshot::channel().1);
@@ -182,14 +182,14 @@ mod tests {
     #[test]
     fn a_waiter_gets_the_value_that_comes_later() {
         let mut kv = KeyValueStore::default();
-        let ValueLookup::Wait(mut waiter) = kv.get_or_wait(ONE, "a".into()) else {
+        let ValueLookup::Wait(mut waiter) = kv.value_or_receiver(ONE, "a".into()) else {
             panic!("found")
         };
         kv.put_value(ONE, "a".into(), Bytes::from_static(b"1")).unwrap();
         assert_eq!(waiter.try_recv().unwrap(), "1");
         kv.put_value(ONE, "a".into(), Bytes::from_static(b"22")).unwrap();
         assert!(
-            matches!(kv.get_or_wait(ONE, "a".into()), ValueLookup::Found(value) if value == "22")
+            matches!(kv.value_or_receiver(ONE, "a".into()), ValueLookup::Found(value) if value == "22")
         );
         assert_eq!(kv.bytes, 3);
     }
@@ -197,7 +197,7 @@ mod tests {
     #[test]
     fn the_first_claim_of_a_key_holds() {
         let mut kv = KeyValueStore::default();
-        let ValueLookup::Wait(mut waiter) = kv.get_or_wait(ONE, "a".into()) else {
+        let ValueLookup::Wait(mut waiter) = kv.value_or_receiver(ONE, "a".into()) else {
             panic!("found")
         };
         assert_eq!(
@@ -216,10 +216,10 @@ mod tests {
     fn a_new_generation_starts_empty_and_ends_the_waits_of_the_old() {
         let mut kv = KeyValueStore::default();
         kv.put_value(ONE, "a".into(), Bytes::from_static(b"1")).unwrap();
-        let ValueLookup::Wait(mut waiter) = kv.get_or_wait(ONE, "b".into()) else {
+        let ValueLookup::Wait(mut waiter) = kv.value_or_receiver(ONE, "b".into()) else {
             panic!("found")
         };
-        assert!(matches!(kv.get_or_wait(Generation(2), "a".into()), ValueLookup::Wait(_)));
+        assert!(matches!(kv.value_or_receiver(Generation(2), "a".into()), ValueLookup::Wait(_)));
         assert_eq!(waiter.try_recv(), Err(oneshot::error::TryRecvError::Closed));
     }
 

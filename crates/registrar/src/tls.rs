@@ -29,7 +29,7 @@ pub(crate) struct CertificateIdentity {
 }
 
 /// Makes a self-signed certificate with a new key.
-pub(crate) fn generate_identity() -> Result<CertificateIdentity> {
+pub(crate) fn generate_certificate_identity() -> Result<CertificateIdentity> {
     let made = rcgen::generate_simple_self_signed(vec![SERVER_NAME.to_owned()])
         .map_err(|error| Error::Tls { reason: error.to_string() })?;
     Ok(CertificateIdentity {

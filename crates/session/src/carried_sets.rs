@@ -61,7 +61,10 @@ impl CarriedProcessSets {
     }
 
     /// Returns the remaining ranks of each set in another world, by number.
-    pub(crate) fn ranks_in_world(&self, world: &World) -> BTreeMap<ProcessSetId, Vec<Rank>> {
+    pub(crate) fn remaining_ranks_in_world(
+        &self,
+        world: &World,
+    ) -> BTreeMap<ProcessSetId, Vec<Rank>> {
         let seats = || (0u32..).zip(&world.seats);
         let found = |members: &Vec<TaskId>| -> Vec<Rank> {
             seats()
@@ -163,7 +166,7 @@ mod tests {
             .unwrap()
             .seen_from(Rank(0))
             .unwrap();
-        let ranks = carried().ranks_in_world(&world);
+        let ranks = carried().remaining_ranks_in_world(&world);
         let rank = |task| world.seats.iter().position(|seat| seat.task == TaskId(task)).unwrap();
         let of = |tasks: &[u32]| {
             let mut ranks: Vec<Rank> =

@@ -62,7 +62,7 @@ mod sets;
 mod stalls;
 
 pub use error::{Error, Result};
-pub use foreign_launcher::{host_registrar, rank_holder_variable, report_leaving};
+pub use foreign_launcher::{host_registrar, rank_not_inherited_variable, report_orderly_exit};
 pub use init_options::{AssignedRank, InitOptions};
 pub use links::{partition_eager_peers, read_crossover_rules, world_ring_bytes};
 pub use process::{current_session, init, init_with_options, is_initialized, shutdown};

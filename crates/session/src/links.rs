@@ -201,7 +201,7 @@ pub(crate) fn per_process_memory_share(world: &World, budget: u64) -> u64 {
 
 /// Returns a warning about links that should use shared memory but use TCP; `None` if there are
 /// none.
-pub(crate) fn fallback_warning(links: &[(Rank, String)]) -> Option<String> {
+pub(crate) fn tcp_fallback_warning(links: &[(Rank, String)]) -> Option<String> {
     let (rank, reason) = links.first()?;
     let others = match links.len() {
         1 => String::new(),
@@ -298,10 +298,13 @@ mod tests {
         let links = |ranks: &[u32]| -> Vec<(Rank, String)> {
             ranks.iter().map(|rank| (Rank(*rank), "no room".to_owned())).collect()
         };
-        assert_eq!(fallback_warning(&links(&[])), None);
+        assert_eq!(tcp_fallback_warning(&links(&[])), None);
         let one = "a link to rank 3 goes over TCP instead of shared memory: no room";
-        assert_eq!(fallback_warning(&links(&[3])).unwrap(), one);
-        assert_eq!(fallback_warning(&links(&[3, 1, 2])).unwrap(), format!("{one}; so do 2 more"));
+        assert_eq!(tcp_fallback_warning(&links(&[3])).unwrap(), one);
+        assert_eq!(
+            tcp_fallback_warning(&links(&[3, 1, 2])).unwrap(),
+            format!("{one}; so do 2 more")
+        );
     }
 
     #[test]

@@ -5,7 +5,7 @@
 
 use std::time::{Duration, Instant};
 
-use farandole_engine::ProgressHost;
+use farandole_engine::DriverParkingAndLiveness;
 use farandole_transport::{Mesh, Parker, Result, Unparker};
 
 /// A parker, and the mesh that it belongs to.
@@ -34,7 +34,7 @@ impl MeshParker {
     }
 }
 
-impl ProgressHost for MeshParker {
+impl DriverParkingAndLiveness for MeshParker {
     fn prepare_park(&self) {
         self.parker.prepare_park();
     }

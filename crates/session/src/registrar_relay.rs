@@ -43,7 +43,7 @@ impl LinkRelay for RegistrarRelay {
     fn relayed_address(&self, rank: Rank, relay_world: u64) -> Result<SocketAddr> {
         let unknown = || Error::Handshake { reason: format!("no rank {rank} to relay to") };
         let task = self.tasks.get(rank.index()).copied().ok_or_else(unknown)?;
-        self.relay.listen_for_task(task, relay_world).map_err(|error| relay_error(&error))
+        self.relay.open_listener_to_task(task, relay_world).map_err(|error| relay_error(&error))
     }
 }
 

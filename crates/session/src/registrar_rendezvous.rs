@@ -9,7 +9,7 @@ use std::process;
 use std::time::{Duration, Instant};
 
 use farandole_registrar::{Error as RegistrarError, FormationOutcome, TaskClient};
-use farandole_transport::{Error as TransportError, Rendezvous, RendezvousPoint};
+use farandole_transport::{Error as TransportError, Rendezvous, RendezvousParticipant};
 use farandole_world::{Rank, World};
 use parking_lot::Mutex;
 
@@ -81,7 +81,7 @@ impl<'a, 'b> RegistrarRendezvous<'a, 'b> {
     }
 
     /// Returns why the world did not form, if this is more precise than the transport's error.
-    pub(crate) fn into_failure(self) -> Option<Error> {
+    pub(crate) fn into_formation_failure(self) -> Option<Error> {
         self.failure.into_inner()
     }
 }
@@ -89,7 +89,7 @@ impl<'a, 'b> RegistrarRendezvous<'a, 'b> {
 impl Rendezvous for RegistrarRendezvous<'_, '_> {
     fn exchange_addresses(
         &self,
-        _point: RendezvousPoint,
+        _point: RendezvousParticipant,
         addresses: &[u8],
         deadline: Instant,
     ) -> Result<Vec<Vec<u8>>, TransportError> {

@@ -95,7 +95,7 @@ impl ProcessSetTable {
     }
 
     /// Rejects ranks that already have a set.
-    pub(crate) fn check_new_ranks(&self, what: &str, ranks: &[Rank]) -> Result<()> {
+    pub(crate) fn check_ranks_without_set(&self, what: &str, ranks: &[Rank]) -> Result<()> {
         match self.sets.iter().find(|(_, members)| *members == ranks) {
             None => Ok(()),
             Some((set, _)) => {

@@ -84,7 +84,7 @@ impl Session {
         }
         let change = ProcessSetChange::Add(ranks.clone());
         if changes.pending.is_none() {
-            self.sets.table.read().check_new_ranks(what, &ranks)?;
+            self.sets.table.read().check_ranks_without_set(what, &ranks)?;
         }
         self.agree_on_change(SET_CHANGE_NAME, change, &mut changes.pending, interrupted)?;
         self.create_set(
@@ -169,7 +169,7 @@ impl Session {
         for (index, ranks) in requested_sets.iter().enumerate() {
             let what = format!("process_sets[{index}]");
             let ranks = sorted_ranks(&what, ranks, self.world().size())?;
-            self.sets.table.read().check_new_ranks(&what, &ranks)?;
+            self.sets.table.read().check_ranks_without_set(&what, &ranks)?;
             let set = self
                 .create_set(None, ranks, &mut changes.channel, deadline, &mut ask)
                 .map_err(late)?;
@@ -204,7 +204,7 @@ impl Session {
         deadline: Instant,
         interrupted: &mut Interrupted<'_>,
     ) -> Result<()> {
-        let sets = carried.ranks_in_world(self.world());
+        let sets = carried.remaining_ranks_in_world(self.world());
         let begin = ProcessSetChange::Begin { sets: sets.len(), dynamic: carried.dynamic };
         self.agree_on_change("process_sets", begin, &mut None, interrupted)?;
         for (set, ranks) in &sets {
@@ -330,7 +330,7 @@ impl Session {
             };
             data = wanted.open_links(mesh, interrupted)?;
         }
-        if let Some(warning) = links::fallback_warning(&fallen().split_off(known)) {
+        if let Some(warning) = links::tcp_fallback_warning(&fallen().split_off(known)) {
             let ranks: Vec<u32> = ranks.iter().map(|rank| rank.0).collect();
             tracing::warn!("in the process set of ranks {ranks:?}: {warning}");
         }

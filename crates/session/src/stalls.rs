@@ -33,7 +33,7 @@ impl EngineObserver for StallLogger {
         tracing::warn!("{text}");
     }
 
-    fn describe_threads(&self, answer: StackAnswer) {
+    fn request_thread_stacks(&self, answer: StackAnswer) {
         self.0.enqueue_question(answer);
     }
 }
@@ -42,17 +42,17 @@ impl EngineObserver for StallLogger {
 /// them. It sleeps in `read` and uses no processor time; no thread of the engine ever waits for
 /// this thread or for the interpreter's lock.
 #[derive(Debug, Default)]
-pub struct StackRequests(Mutex<StallQuestions>);
+pub struct StackRequests(Mutex<PendingStackQuestions>);
 
 #[derive(Debug, Default)]
-struct StallQuestions {
+struct PendingStackQuestions {
     listener_pipe: Option<PipeWriter>,
     waiting: Vec<StackAnswer>,
 }
 
 impl StackRequests {
     /// Returns a pipe whose reader gets a byte for every request: `1` asks for a call of
-    /// [`StackRequests::answer_pending`]; `0` or the end says that no more requests come. An
+    /// [`StackRequests::answer_pending_questions`]; `0` or the end says that no more requests come. An
     /// earlier listener is ended.
     ///
     /// # Errors
@@ -65,7 +65,7 @@ impl StackRequests {
     }
 
     /// Answers all requests.
-    pub fn answer_pending(&self, text: &str) {
+    pub fn answer_pending_questions(&self, text: &str) {
         let waiting = std::mem::take(&mut self.0.lock().waiting);
         waiting.into_iter().for_each(|answer| answer.send_stacks(text.to_owned()));
     }

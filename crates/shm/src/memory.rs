@@ -118,7 +118,7 @@ impl MemoryMapping {
 
     /// Replaces all pages but the first by private copies. No thread of this process may write to
     /// them meanwhile.
-    pub(crate) fn make_private(&self) -> Result<()> {
+    pub(crate) fn make_data_pages_private(&self) -> Result<()> {
         let len = self.len - page_size();
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a fresh mapping at an address of the kernel's choice touches no existing memory.

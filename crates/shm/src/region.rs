@@ -178,7 +178,7 @@ impl SharedRegion {
         if self.file.is_none() || self.region_header().retired.swap(1, Ordering::AcqRel) != 0 {
             return Ok(());
         }
-        self.mapping.make_private()
+        self.mapping.make_data_pages_private()
     }
 }
 

@@ -68,14 +68,14 @@ impl MirroredRing {
     }
 
     /// Takes both halves for this process.
-    pub(crate) fn claim_both(self) -> Result<(RingProducer, RingConsumer)> {
+    pub(crate) fn claim_both_halves(self) -> Result<(RingProducer, RingConsumer)> {
         let ring = Arc::new(self);
-        ring.take_half(PRODUCER_HALF)?;
-        ring.take_half(CONSUMER_HALF)?;
+        ring.claim_ring_half(PRODUCER_HALF)?;
+        ring.claim_ring_half(CONSUMER_HALF)?;
         Ok((RingProducer::from_claimed(Arc::clone(&ring)), RingConsumer::from_claimed(ring)))
     }
 
-    fn take_half(&self, half: usize) -> Result<()> {
+    fn claim_ring_half(&self, half: usize) -> Result<()> {
         // The mark lies in the segment, so it also refuses a second process (SHM-2).
         if self.half_state(half).taken.swap(1, Ordering::AcqRel) == 0 {
             return Ok(());
@@ -132,7 +132,7 @@ pub struct RingProducer {
 
 impl RingProducer {
     pub(crate) fn claim_producer(ring: MirroredRing) -> Result<Self> {
-        ring.take_half(PRODUCER_HALF)?;
+        ring.claim_ring_half(PRODUCER_HALF)?;
         Ok(Self::from_claimed(Arc::new(ring)))
     }
 
@@ -230,7 +230,7 @@ pub struct RingConsumer {
 
 impl RingConsumer {
     pub(crate) fn claim_consumer(ring: MirroredRing) -> Result<Self> {
-        ring.take_half(CONSUMER_HALF)?;
+        ring.claim_ring_half(CONSUMER_HALF)?;
         Ok(Self::from_claimed(Arc::new(ring)))
     }
 

@@ -151,7 +151,7 @@ impl AsFd for RingSegment {
 /// # Errors
 /// `System`.
 pub fn create_private_ring(capacity: usize) -> Result<(RingProducer, RingConsumer)> {
-    RingSegment::create(1, capacity)?.map_ring(0)?.claim_both()
+    RingSegment::create(1, capacity)?.map_ring(0)?.claim_both_halves()
 }
 
 #[cfg(test)]

@@ -74,7 +74,7 @@ impl<'a> AllreduceSimulator<'a> {
     }
 
     /// Returns the bytes of a ring between two ranks.
-    pub fn ring_bytes(&self) -> usize {
+    pub fn shared_memory_ring_bytes(&self) -> usize {
         self.capacity
     }
 
@@ -103,7 +103,8 @@ impl<'a> AllreduceSimulator<'a> {
             return Ok(*known);
         }
         let plan = self.allreduce_plan(bytes)?;
-        let folded = plan.is_foldable() && plan.message_count() > MAX_MESSAGES_BEFORE_FOLDING;
+        let folded =
+            plan.has_equivalent_hosts() && plan.message_count() > MAX_MESSAGES_BEFORE_FOLDING;
         let found = if folded {
             self.simulate_one_host(bytes, &plan)
         } else {
@@ -155,7 +156,10 @@ impl<'a> AllreduceSimulator<'a> {
     }
 
     /// Returns the actions of every rank, in the order in which it takes them on this cluster.
-    pub(crate) fn record_every_rank(&self, plan: &AllreducePlan) -> Result<Vec<Vec<MemberAction>>> {
+    pub(crate) fn record_actions_of_every_rank(
+        &self,
+        plan: &AllreducePlan,
+    ) -> Result<Vec<Vec<MemberAction>>> {
         let mut actions = vec![Vec::new(); plan.member_count()];
         self.run(plan.start_on_all_members()?, false, |rank, polled| {
             actions[rank as usize].extend_from_slice(polled);

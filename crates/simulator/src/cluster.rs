@@ -166,7 +166,7 @@ impl SimulatedCluster {
     }
 
     /// Returns the payload of a packet.
-    pub(crate) fn segment_payload(&self) -> f64 {
+    pub(crate) fn packet_payload_bytes(&self) -> f64 {
         f64::from(self.mtu) - PACKET_HEADER_BYTES
     }
 

@@ -28,7 +28,7 @@ pub struct ControlRound {
 }
 
 /// The tree, with the time of an edge and the processor time of a message on it.
-struct TimedControlTree<'a> {
+struct ControlTreeWithCosts<'a> {
     cluster: &'a SimulatedCluster,
     rank_hosts: Vec<u32>,
     children: Vec<Vec<usize>>,
@@ -53,7 +53,7 @@ impl ControlRound {
         let degree =
             |member: usize| children[member].len() + usize::from(parents[member].is_some());
         let busiest = (0..parents.len()).map(degree).max().unwrap_or_default();
-        let tree = TimedControlTree { cluster, rank_hosts: cluster.rank_hosts(), children };
+        let tree = ControlTreeWithCosts { cluster, rank_hosts: cluster.rank_hosts(), children };
         Ok(Self {
             announce_time: Duration::from_secs_f64(tree.announce_seconds()),
             distribute_time: Duration::from_secs_f64(tree.distribute_seconds()),
@@ -64,9 +64,9 @@ impl ControlRound {
     }
 }
 
-impl TimedControlTree<'_> {
+impl ControlTreeWithCosts<'_> {
     /// Returns the latency and the processor time of a message between two members.
-    fn edge_cost(&self, one: usize, other: usize) -> (f64, f64) {
+    fn tree_edge_cost(&self, one: usize, other: usize) -> (f64, f64) {
         let message = self.cluster.message_cpu_time.as_secs_f64();
         if self.rank_hosts[one] == self.rank_hosts[other] {
             (self.cluster.local_latency.as_secs_f64(), LOCAL_MESSAGE_COST_RATIO * message)
@@ -82,7 +82,7 @@ impl TimedControlTree<'_> {
         // A parent's number is lower than its children's.
         for member in (0..self.children.len()).rev() {
             let arrival = |child: &usize| {
-                let (latency, work) = self.edge_cost(member, *child);
+                let (latency, work) = self.tree_edge_cost(member, *child);
                 (ready[*child] + work + latency, work)
             };
             let mut arrivals: Vec<(f64, f64)> = self.children[member].iter().map(arrival).collect();
@@ -101,7 +101,7 @@ impl TimedControlTree<'_> {
         for member in 0..self.children.len() {
             let mut sent = have[member];
             for child in &self.children[member] {
-                let (latency, work) = self.edge_cost(member, *child);
+                let (latency, work) = self.tree_edge_cost(member, *child);
                 sent += work;
                 have[*child] = sent + latency + work;
             }

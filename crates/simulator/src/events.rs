@@ -8,7 +8,7 @@ use std::collections::{BinaryHeap, VecDeque};
 
 use farandole_collectives::simulation::{MemberAction, MemberTransfer, SimulatedAllreduce};
 
-use crate::network::{NetworkModel, StepCost, loss_draw};
+use crate::network::{HostStepCost, NetworkModel, message_loss_random};
 use crate::{Error, Result, SimulatedCluster};
 
 /// An allreduce, and where its ranks are.
@@ -187,15 +187,15 @@ impl SimulationRun<'_, '_> {
         self.schedule_event(end, SimulatedEventKind::ActionDone(rank));
     }
 
-    fn transfer_cost(&self, rank: u32, transfer: MemberTransfer) -> StepCost {
+    fn transfer_cost(&self, rank: u32, transfer: MemberTransfer) -> HostStepCost {
         let bytes = bytes_to_f64(transfer.bytes);
         let copy =
-            if transfer.copied { self.network.copy_cost(bytes) } else { StepCost::default() };
+            if transfer.copied { self.network.copy_cost(bytes) } else { HostStepCost::default() };
         if !self.is_between_hosts(rank, transfer.member) {
             return copy;
         }
         let socket = self.network.socket_cost(bytes);
-        StepCost { core: copy.core + socket.core, memory: copy.memory + socket.memory }
+        HostStepCost { core: copy.core + socket.core, memory: copy.memory + socket.memory }
     }
 
     /// Ends the action that is under way, and begins the next one.
@@ -224,7 +224,7 @@ impl SimulationRun<'_, '_> {
     fn receive_message_head(&mut self, message: SentMessage, now: f64) {
         let (bytes, host) = (bytes_to_f64(message.bytes), self.host_of(message.to));
         // Drawn by the number of the message, so that every run loses the same packets (`SM-3`).
-        let late = self.network.retransmission_delay(bytes, loss_draw(message.number));
+        let late = self.network.retransmission_delay(bytes, message_loss_random(message.number));
         let end = self.network.receive_message(now, host, bytes) + late;
         self.schedule_event(end, SimulatedEventKind::Arrived(message));
     }

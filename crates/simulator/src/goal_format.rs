@@ -44,7 +44,7 @@ pub fn write_goal_schedule(
         return Err(Error::Messages { bytes, messages, most: MAX_WRITTEN_MESSAGES });
     }
     writeln!(out, "num_ranks {}", plan.member_count())?;
-    let ranks = collective.record_every_rank(&plan)?;
+    let ranks = collective.record_actions_of_every_rank(&plan)?;
     let mut messages: HashMap<(u32, u32), VecDeque<u64>> = HashMap::new();
     for (rank, actions) in (0..).zip(&ranks) {
         for action in actions {

@@ -22,7 +22,7 @@ pub(crate) struct NetworkModel {
 
 /// The cost of a step on its host.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct StepCost {
+pub(crate) struct HostStepCost {
     /// Seconds of a core.
     pub(crate) core: f64,
     /// Bytes of memory read and written.
@@ -37,25 +37,31 @@ impl NetworkModel {
 
     /// Returns the cost of copying so many bytes between a tensor and a ring, which is in the
     /// cache.
-    pub(crate) fn copy_cost(&self, bytes: f64) -> StepCost {
-        StepCost { core: bytes / self.cluster.copy_rate, memory: bytes }
+    pub(crate) fn copy_cost(&self, bytes: f64) -> HostStepCost {
+        HostStepCost { core: bytes / self.cluster.copy_rate, memory: bytes }
     }
 
     /// Returns the cost of reading and writing so many bytes, half of them in the cache: a copy
     /// both reads and writes each byte.
-    pub(crate) fn reduce_cost(&self, bytes: f64) -> StepCost {
-        StepCost { core: bytes / 2.0 / self.cluster.copy_rate, memory: bytes / 2.0 }
+    pub(crate) fn reduce_cost(&self, bytes: f64) -> HostStepCost {
+        HostStepCost { core: bytes / 2.0 / self.cluster.copy_rate, memory: bytes / 2.0 }
     }
 
     /// Returns the cost of sending or receiving a message between hosts: the kernel copies, and the
     /// interface reads or writes memory.
-    pub(crate) fn socket_cost(&self, bytes: f64) -> StepCost {
+    pub(crate) fn socket_cost(&self, bytes: f64) -> HostStepCost {
         let core = bytes / self.cluster.socket_rate + self.cluster.message_cpu_time.as_secs_f64();
-        StepCost { core, memory: bytes }
+        HostStepCost { core, memory: bytes }
     }
 
     /// Returns the time at which a core ends a task that it begins now.
-    pub(crate) fn occupy_core(&mut self, now: f64, host: usize, slow: bool, cost: StepCost) -> f64 {
+    pub(crate) fn occupy_core(
+        &mut self,
+        now: f64,
+        host: usize,
+        slow: bool,
+        cost: HostStepCost,
+    ) -> f64 {
         let slowdown = if slow { self.cluster.slowdown } else { 1.0 };
         let memory = self.memory[host].max(now) + cost.memory / self.cluster.memory_rate;
         self.memory[host] = memory;
@@ -90,7 +96,7 @@ impl NetworkModel {
         if arrives >= 1.0 {
             return 0.0;
         }
-        let packets = (bytes / self.cluster.segment_payload()).ceil().max(1.0);
+        let packets = (bytes / self.cluster.packet_payload_bytes()).ceil().max(1.0);
         if chance < 1.0 - arrives {
             // No packet after the last one would show its loss.
             if packets > 1.0 {
@@ -108,7 +114,7 @@ impl NetworkModel {
 }
 
 /// Returns a number from 0 to 1 for each message: the same in every run.
-pub(crate) fn loss_draw(message: u64) -> f64 {
+pub(crate) fn message_loss_random(message: u64) -> f64 {
     // SplitMix64.
     let mut word = message.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -141,7 +147,9 @@ mod tests {
         let network = NetworkModel::new(&cluster, 2);
         let late = |bytes: f64| {
             (0..20_000)
-                .filter(|message| network.retransmission_delay(bytes, loss_draw(*message)) > 0.0)
+                .filter(|message| {
+                    network.retransmission_delay(bytes, message_loss_random(*message)) > 0.0
+                })
                 .count()
         };
         assert!((150..250).contains(&late(100.0)), "{}", late(100.0));

@@ -64,7 +64,7 @@ impl StepEstimate {
         let ready = gradient_ready_times(model, backward);
         let (up, down) =
             (control.announce_time.as_secs_f64(), control.distribute_time.as_secs_f64());
-        let most = control_plane_model::concurrent_list_limit(cluster.hosts as usize);
+        let most = control_plane_model::max_lists_in_execution(cluster.hosts as usize);
         // When the lists end that are under way; until when the communicator is busy.
         let (mut under_way, mut busy) = (VecDeque::new(), 0.0f64);
         let (mut now, mut at) = (0.0f64, 0);
@@ -84,7 +84,7 @@ impl StepEstimate {
             let bytes: Vec<u64> = ready[first..at].iter().map(|(_, bytes)| *bytes).collect();
             // A list begins when the ranks have it and the list before has ended.
             busy = busy.max(now + down);
-            for tensors in control_plane_model::fused_operations(&bytes, threshold) {
+            for tensors in control_plane_model::plan_fused_allreduces(&bytes, threshold) {
                 let fused = tensors.iter().map(|place| bytes[*place]).sum();
                 let took = collective.simulate(fused)?.time.as_secs_f64();
                 busy += took;

@@ -15,9 +15,9 @@ use object_store::memory::InMemory;
 use crate::backend_wait::BackendWaiter;
 use crate::credentials::OpenedBackend;
 use crate::error::Result;
+use crate::fork_reset_value::ForkResetValue;
 use crate::location::{StorageService, StoreLocation};
 use crate::options::{self, BackendOptions};
-use crate::process_value::ProcessValue;
 use crate::remote;
 use crate::store_operation::StoreOperation;
 
@@ -29,7 +29,7 @@ static MEMORY_STORES: LazyLock<Mutex<HashMap<String, Arc<InMemory>>>> =
 type BackendKey = (String, BackendOptions, Duration);
 
 /// The remote backends of this process. A forked child cannot use its parent's connections.
-static REMOTE_BACKENDS: ProcessValue<HashMap<BackendKey, OpenedBackend>> = ProcessValue::new();
+static REMOTE_BACKENDS: ForkResetValue<HashMap<BackendKey, OpenedBackend>> = ForkResetValue::new();
 
 /// The backend that a store reads from and writes to.
 #[derive(Clone, Debug)]
@@ -75,7 +75,7 @@ impl StoreBackend {
                 if *service != StorageService::Hdfs
                     && let Some(credentials) = backend.open_remote()?.credentials
                 {
-                    credentials.notice_environment();
+                    credentials.notice_environment_change();
                 }
                 backend
             }

@@ -11,14 +11,14 @@ use std::thread::Thread;
 use tokio::runtime::{Builder, Handle, Runtime};
 
 use crate::error::{Error, Result};
-use crate::process_value::ProcessValue;
+use crate::fork_reset_value::ForkResetValue;
 
 /// Threads that drive connections; the requests themselves wait on the callers' threads.
 const RUNTIME_THREADS: usize = 2;
 
 /// The runtime of this process, created when a store over the network is first used. A forked child
 /// has none of its parent's threads, so it creates another runtime.
-static PROCESS_RUNTIME: ProcessValue<Option<Runtime>> = ProcessValue::new();
+static PROCESS_RUNTIME: ForkResetValue<Option<Runtime>> = ForkResetValue::new();
 
 /// A way to wait for a backend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

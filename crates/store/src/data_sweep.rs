@@ -127,7 +127,7 @@ pub fn find_stale_data(store: &Store, limits: SweepLimits, now: SystemTime) -> R
         .filter(|item| item.is_directory && limits.older_than.is_some())
     {
         let path = format!("{PLANS_DIRECTORY}/{}", item.name);
-        if let Some(reason) = reason_to_leave_plan(store, &path)? {
+        if let Some(reason) = reason_to_keep_linked_manifest(store, &path)? {
             skipped.push(SkippedDirectory { path, reason });
             continue;
         }
@@ -141,7 +141,7 @@ pub fn find_stale_data(store: &Store, limits: SweepLimits, now: SystemTime) -> R
 }
 
 /// Returns why the manifest of data that stays in place must not be deleted.
-fn reason_to_leave_plan(store: &Store, path: &str) -> Result<Option<String>> {
+fn reason_to_keep_linked_manifest(store: &Store, path: &str) -> Result<Option<String>> {
     if store.is_link(path)? {
         return Ok(Some(LINK_REASON.to_owned()));
     }
@@ -149,19 +149,19 @@ fn reason_to_leave_plan(store: &Store, path: &str) -> Result<Option<String>> {
     let (files, links) = plan.list_with_links("")?;
     let other = files.iter().map(|file| &file.path).find(|path| *path != MANIFEST_FILE);
     Ok(match links.first().or(other) {
-        Some(other) => Some(foreign_file_reason(&plan.display_path(other))),
+        Some(other) => Some(foreign_file_message(&plan.display_path(other))),
         None => {
-            prepared_files::foreign_file_of(&plan, false)?.map(|path| foreign_file_reason(&path))
+            prepared_files::foreign_file_of(&plan, false)?.map(|path| foreign_file_message(&path))
         }
     })
 }
 
-fn foreign_file_reason(path: &str) -> String {
+fn foreign_file_message(path: &str) -> String {
     format!("no manifest of a preparation names {path}")
 }
 
 /// Returns why a set of directories must not be deleted.
-fn reason_to_leave_set(store: &Store, number: &str) -> Result<Option<String>> {
+fn reason_to_keep_prepared_set(store: &Store, number: &str) -> Result<Option<String>> {
     let paths = [TRAIN_DATA_PREFIX, VAL_DATA_PREFIX].map(|name| format!("{name}{number}"));
     for path in &paths {
         if store.is_link(path)? {
@@ -169,7 +169,7 @@ fn reason_to_leave_set(store: &Store, number: &str) -> Result<Option<String>> {
         }
     }
     let [train, val] = paths.map(|path| store.open_child(&path));
-    Ok(prepared_files::find_foreign_file(&train?, &val?)?.map(|path| foreign_file_reason(&path)))
+    Ok(prepared_files::find_foreign_file(&train?, &val?)?.map(|path| foreign_file_message(&path)))
 }
 
 /// Returns all prepared data below `store`, the oldest first, and the directories of others.
@@ -191,7 +191,7 @@ fn list_prepared_sets(
     }
     let mut sets = Vec::new();
     for (number, names) in names {
-        if let Some(reason) = reason_to_leave_set(store, &number)? {
+        if let Some(reason) = reason_to_keep_prepared_set(store, &number)? {
             skipped.extend(
                 names.into_iter().map(|path| SkippedDirectory { path, reason: reason.clone() }),
             );
@@ -235,10 +235,10 @@ fn measure_directory(
 /// error stay deleted.
 pub fn sweep_stale_data(store: &Store, limits: SweepLimits, now: SystemTime) -> Result<StaleData> {
     let StaleData { stale, skipped } = find_stale_data(store, limits, now)?;
-    Ok(StaleData { stale: delete_unused(store, stale, now)?, skipped })
+    Ok(StaleData { stale: delete_unused_directories(store, stale, now)?, skipped })
 }
 
-fn delete_unused(
+fn delete_unused_directories(
     store: &Store,
     found: Vec<SweptDirectory>,
     now: SystemTime,
@@ -267,7 +267,7 @@ fn delete_unused(
         };
         // A user may have added files since the set was found.
         let foreign = match (&number_text, &lease) {
-            (Some(number), Some(_)) => reason_to_leave_set(store, number)?,
+            (Some(number), Some(_)) => reason_to_keep_prepared_set(store, number)?,
             _ => None,
         };
         if let (Some(_), Some((train, lease))) = (&foreign, &lease) {
@@ -276,8 +276,8 @@ fn delete_unused(
         }
         if let Some((train, lease)) = &lease {
             // If this process is killed, the next sweep continues.
-            prepared_files::mark_deletion(train)
-                .and_then(|()| lease::complete_lease(train, lease))
+            prepared_files::mark_deletion_in_progress(train)
+                .and_then(|()| lease::make_room_and_complete_lease(train, lease))
                 .inspect_err(|_| {
                     // The first error is reported. A lease that stays is valid until this process
                     // ends.
@@ -290,7 +290,7 @@ fn delete_unused(
             }
         }
         if let Some((train, lease)) = lease {
-            lease::clear_directory(train, &lease)?;
+            lease::delete_content_and_lease(train, &lease)?;
         }
         gone.extend(set);
     }
@@ -410,7 +410,7 @@ mod tests {
                         continue;
                     };
                     round += 1;
-                    prepared_files::mark_deletion(&child).unwrap();
+                    prepared_files::mark_deletion_in_progress(&child).unwrap();
                     let part = format!("part-{round}.parquet");
                     let files = [format!("{train}/{part}"), format!("{val}/{part}")];
                     for file in &files {
@@ -440,10 +440,10 @@ mod tests {
         assert_eq!(looked.len(), 2);
         let train = store.open_child(set[0]).unwrap();
         let used = lease::mark_in_use(&train, later, None).unwrap().unwrap();
-        assert_eq!(delete_unused(&store, looked.clone(), later).unwrap(), []);
+        assert_eq!(delete_unused_directories(&store, looked.clone(), later).unwrap(), []);
         assert!(set.iter().all(|path| store.exists(&format!("{path}/part.parquet")).unwrap()));
         train.delete(&used).unwrap();
-        assert_eq!(delete_unused(&store, looked, later).unwrap().len(), 2);
+        assert_eq!(delete_unused_directories(&store, looked, later).unwrap().len(), 2);
         assert!(!set.iter().any(|path| store.exists(path).unwrap()));
     }
 
@@ -575,7 +575,8 @@ mod tests {
             for start in 0..all.len() {
                 prepare(&store, train, &["part-00001-a.parquet"]);
                 prepare(&store, val, &["part-00001-a.parquet"]);
-                prepared_files::mark_deletion(&store.open_child(train).unwrap()).unwrap();
+                prepared_files::mark_deletion_in_progress(&store.open_child(train).unwrap())
+                    .unwrap();
                 for path in all.iter().cycle().skip(start).take(deleted) {
                     store.delete(path).unwrap();
                 }

@@ -51,7 +51,7 @@ static READER_PROCESS_ID: AtomicU32 = AtomicU32::new(0);
 
 /// Returns an error if this process was forked after a read. It would share connections with its
 /// parent, and both would wait for ever.
-fn check_reader_process() -> Result<()> {
+fn check_not_forked_after_read() -> Result<()> {
     let me = std::process::id();
     // Relaxed: only the number itself is compared, and a fork copies it with the memory.
     match READER_PROCESS_ID.compare_exchange(0, me, Ordering::Relaxed, Ordering::Relaxed) {
@@ -103,11 +103,11 @@ impl<S: ObjectStore> RetryingHdfs<S> {
         F: Future<Output = Result<T>>,
     {
         let limit = transfer_timeout(self.answer_timeout, bytes);
-        self.ask_with_progress(&AtomicU64::new(0), || within(limit, question())).await
+        self.retry_while_progressing(&AtomicU64::new(0), || within(limit, question())).await
     }
 
     /// Repeats a request, which limits its time itself and records in `reached` how far it comes.
-    async fn ask_with_progress<T, F>(
+    async fn retry_while_progressing<T, F>(
         &self,
         reached: &AtomicU64,
         mut question: impl FnMut() -> F,
@@ -120,7 +120,9 @@ impl<S: ObjectStore> RetryingHdfs<S> {
             reached.store(0, Ordering::Relaxed);
             match question().await {
                 Ok(answer) => return Ok(answer),
-                Err(error) => clock.wait_after(error, reached.load(Ordering::Relaxed)).await?,
+                Err(error) => {
+                    clock.wait_before_retry(error, reached.load(Ordering::Relaxed)).await?
+                }
             }
         }
     }
@@ -147,7 +149,7 @@ impl RetryClock {
     ///
     /// # Errors
     /// The attempt's, if it is permanent or the time is over.
-    pub(crate) async fn wait_after(&mut self, error: Error, reached: u64) -> Result<()> {
+    pub(crate) async fn wait_before_retry(&mut self, error: Error, reached: u64) -> Result<()> {
         if !is_transient(&error) {
             return Err(translate_error(error));
         }
@@ -200,7 +202,7 @@ pub(crate) async fn within<T>(
 }
 
 /// Returns the HDFS error in the chain of sources, if there is one.
-fn hdfs_error(error: &Error) -> Option<&HdfsError> {
+fn find_hdfs_error(error: &Error) -> Option<&HdfsError> {
     let mut next: Option<&(dyn std::error::Error + 'static)> = Some(error);
     while let Some(error) = next {
         if let Some(said) = error.downcast_ref() {
@@ -213,7 +215,7 @@ fn hdfs_error(error: &Error) -> Option<&HdfsError> {
 
 /// Returns whether the same request may succeed soon.
 fn is_transient(error: &Error) -> bool {
-    match hdfs_error(error) {
+    match find_hdfs_error(error) {
         Some(HdfsError::RPCError(class, _) | HdfsError::FatalRPCError(class, _)) => {
             TRANSIENT_EXCEPTIONS.iter().any(|name| class.ends_with(name))
         }
@@ -242,7 +244,7 @@ pub(crate) fn generic_error(source: impl Into<Box<dyn std::error::Error + Send +
 /// Converts an error to the form that other services use.
 pub(crate) fn translate_error(error: Error) -> Error {
     let path = String::new();
-    match hdfs_error(&error) {
+    match find_hdfs_error(&error) {
         Some(HdfsError::RPCError(class, text) | HdfsError::FatalRPCError(class, text)) => {
             let class = class.rsplit('.').next().unwrap_or(class);
             // The lines after the first one are the stack trace of Java.
@@ -289,7 +291,7 @@ impl<S: ObjectStore> ObjectStore for RetryingHdfs<S> {
     ) -> Result<PutResult> {
         if matches!(opts.mode, PutMode::Overwrite) {
             let mut file = StreamedFile::new(self, location, PutMultipartOptions::default());
-            file.keep_all();
+            file.retain_content_for_retry();
             file.run_step(&UploadStep::Part(payload)).await?;
             file.run_step(&UploadStep::End).await?;
             return Ok(PutResult { e_tag: None, version: None });
@@ -328,7 +330,7 @@ impl<S: ObjectStore> ObjectStore for RetryingHdfs<S> {
     async fn get_opts(&self, location: &Path, options: GetOptions) -> Result<GetResult> {
         // The name node answers `head`: only reads have connections to data nodes.
         if !options.head {
-            check_reader_process()?;
+            check_not_forked_after_read()?;
         }
         let Some(GetRange::Bounded(range)) = options.range.clone() else {
             return self
@@ -348,7 +350,7 @@ impl<S: ObjectStore> ObjectStore for RetryingHdfs<S> {
     }
 
     async fn get_ranges(&self, location: &Path, ranges: &[Range<u64>]) -> Result<Vec<Bytes>> {
-        check_reader_process()?;
+        check_not_forked_after_read()?;
         let bytes = ranges.iter().map(range_length).sum();
         self.ask_with_retries(bytes, || self.inner.get_ranges(location, ranges)).await
     }
@@ -378,7 +380,7 @@ impl<S: ObjectStore> ObjectStore for RetryingHdfs<S> {
                 let entries = this.inner.list(prefix.as_ref());
                 collect_within(this.answer_timeout, &reached, entries)
             };
-            let found = this.ask_with_progress(&reached, list).await?;
+            let found = this.retry_while_progressing(&reached, list).await?;
             Ok::<_, Error>(stream::iter(found.into_iter().map(Ok)))
         };
         stream::once(found).try_flatten().boxed()
@@ -395,7 +397,7 @@ impl<S: ObjectStore> ObjectStore for RetryingHdfs<S> {
                 implementer: self.to_string(),
             });
         }
-        check_reader_process()?;
+        check_not_forked_after_read()?;
         let reached = AtomicU64::new(0);
         let copy = || async {
             let mut file = StreamedFile::new(self, to, PutMultipartOptions::default());
@@ -405,7 +407,7 @@ impl<S: ObjectStore> ObjectStore for RetryingHdfs<S> {
             }
             copied
         };
-        self.ask_with_progress(&reached, copy).await
+        self.retry_while_progressing(&reached, copy).await
     }
 
     async fn rename_opts(&self, from: &Path, to: &Path, options: RenameOptions) -> Result<()> {

@@ -77,7 +77,7 @@ impl<S: ObjectStore> StreamedFile<S> {
     }
 
     /// Keeps the content whatever its size, because the caller has it in memory.
-    pub(crate) fn keep_all(&mut self) {
+    pub(crate) fn retain_content_for_retry(&mut self) {
         self.max_kept_bytes = usize::MAX;
     }
 
@@ -92,7 +92,7 @@ impl<S: ObjectStore> StreamedFile<S> {
         while let Err(error) = self.try_step(step).await {
             self.discard_attempt().await;
             let repeated = match self.kept {
-                Some(_) => self.clock.wait_after(error, self.sent).await,
+                Some(_) => self.clock.wait_before_retry(error, self.sent).await,
                 None => Err(translate_error(error)),
             };
             self.has_failed = repeated.is_err();
@@ -125,7 +125,7 @@ impl<S: ObjectStore> StreamedFile<S> {
                 }
                 Ok(())
             }
-            UploadStep::End => self.end_attempt().await,
+            UploadStep::End => self.complete_attempt().await,
         }
     }
 
@@ -148,7 +148,7 @@ impl<S: ObjectStore> StreamedFile<S> {
             let source = std::io::Error::new(std::io::ErrorKind::UnexpectedEof, text);
             return Err(generic_error(HdfsError::IOError(source)));
         }
-        self.end_attempt().await
+        self.complete_attempt().await
     }
 
     async fn open_attempt(&mut self) -> Result<()> {
@@ -178,7 +178,7 @@ impl<S: ObjectStore> StreamedFile<S> {
         Ok(())
     }
 
-    async fn end_attempt(&mut self) -> Result<()> {
+    async fn complete_attempt(&mut self) -> Result<()> {
         let limit = self.silence_limit();
         within(limit, self.opened_attempt()?.complete()).await?;
         self.attempt = None;
@@ -195,12 +195,12 @@ impl<S: ObjectStore> StreamedFile<S> {
 }
 
 /// A step and the place for its result.
-type SentStep = (UploadStep, oneshot::Sender<Result<()>>);
+type QueuedUploadStep = (UploadStep, oneshot::Sender<Result<()>>);
 
 /// An upload whose steps run one after another in a task, in the order in which they were begun.
 #[derive(Debug)]
 pub(crate) struct HdfsUpload {
-    steps: Option<mpsc::UnboundedSender<SentStep>>,
+    steps: Option<mpsc::UnboundedSender<QueuedUploadStep>>,
     /// Is dropped to end the task at once.
     is_wanted: Option<oneshot::Sender<()>>,
     task: Option<JoinHandle<()>>,
@@ -209,7 +209,7 @@ pub(crate) struct HdfsUpload {
 impl HdfsUpload {
     /// Starts the task of a file that has begun. Needs a runtime.
     pub(crate) fn start<S: ObjectStore>(mut file: StreamedFile<S>) -> Self {
-        let (steps, mut received) = mpsc::unbounded_channel::<SentStep>();
+        let (steps, mut received) = mpsc::unbounded_channel::<QueuedUploadStep>();
         let (is_wanted, unwanted) = oneshot::channel::<()>();
         let work = async move {
             let run_all = async {

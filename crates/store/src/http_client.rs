@@ -43,7 +43,7 @@ impl UploadProgress {
         Self(Arc::new(Mutex::new(UploadTimes { started, last_piece: started, has_ended: false })))
     }
 
-    fn note_piece(&self, has_ended: bool) {
+    fn record_sent_piece(&self, has_ended: bool) {
         let mut times = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         (times.last_piece, times.has_ended) = (Instant::now(), has_ended);
     }
@@ -89,7 +89,7 @@ impl Body for PiecewiseBody {
         this.sent += piece.len() as u64;
         // The connection asks for a frame when it has room, so this is the progress of the
         // transfer.
-        this.progress.note_piece(this.sent >= this.total);
+        this.progress.record_sent_piece(this.sent >= this.total);
         Poll::Ready(Some(Ok(Frame::data(piece))))
     }
 
@@ -189,10 +189,12 @@ fn parse_option<T>(
     let Some(text) = options.get_config_value(&key) else { return Ok(None) };
     let value = parse(&text);
     // The value may be a secret, given by mistake.
-    value.map(Some).ok_or_else(|| client_error(format!("the option {key:?} has a wrong value")))
+    value
+        .map(Some)
+        .ok_or_else(|| http_client_error(format!("the option {key:?} has a wrong value")))
 }
 
-fn client_error(error: impl Display) -> object_store::Error {
+fn http_client_error(error: impl Display) -> object_store::Error {
     object_store::Error::Generic { store: "HTTP client", source: error.to_string().into() }
 }
 
@@ -215,12 +217,12 @@ fn build_client(options: &ClientOptions) -> object_store::Result<reqwest::Client
     }
     if let Some(url) = options.get_config_value(&ClientConfigKey::ProxyUrl) {
         // The error would contain the password of the proxy.
-        let proxy = Proxy::all(url).map_err(|_| client_error("proxy_url is not a URL"))?;
+        let proxy = Proxy::all(url).map_err(|_| http_client_error("proxy_url is not a URL"))?;
         let excludes = options.get_config_value(&ClientConfigKey::ProxyExcludes);
         builder = builder.proxy(proxy.no_proxy(excludes.and_then(|e| NoProxy::from_string(&e))));
         if let Some(pem) = options.get_config_value(&ClientConfigKey::ProxyCaCertificate) {
             let certificate = reqwest::tls::Certificate::from_pem(pem.as_bytes());
-            builder = builder.add_root_certificate(certificate.map_err(client_error)?);
+            builder = builder.add_root_certificate(certificate.map_err(http_client_error)?);
         }
     }
     if let Some(limit) = duration(ClientConfigKey::Timeout)? {
@@ -236,7 +238,7 @@ fn build_client(options: &ClientOptions) -> object_store::Result<reqwest::Client
     if let Some(count) = count {
         builder = builder.pool_max_idle_per_host(count);
     }
-    builder = http2_options(builder, options)?;
+    builder = apply_http2_options(builder, options)?;
     if flag(ClientConfigKey::AllowInvalidCertificates)? {
         builder = builder.danger_accept_invalid_certs(true);
     }
@@ -246,10 +248,10 @@ fn build_client(options: &ClientOptions) -> object_store::Result<reqwest::Client
     // A compressed answer would hide the size of a file.
     let builder = builder.no_gzip().no_brotli().no_zstd().no_deflate();
     let builder = builder.https_only(!flag(ClientConfigKey::AllowHttp)?);
-    builder.build().map_err(client_error)
+    builder.build().map_err(http_client_error)
 }
 
-fn http2_options(
+fn apply_http2_options(
     mut builder: ClientBuilder,
     options: &ClientOptions,
 ) -> object_store::Result<ClientBuilder> {

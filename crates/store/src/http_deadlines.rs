@@ -91,7 +91,7 @@ impl DeadlineClient {
         // The system buffers megabytes of an upload, and takes no more of it for a while if the
         // connection is slow. A second attempt fits into the timeout.
         let is_upload = request.body().content_length() > PIECE_BYTES;
-        let is_long = is_upload || is_long_work(request);
+        let is_long = is_upload || is_long_running_request(request);
         if is_long { self.timeout / 2 } else { longest_silence(self.timeout) }
     }
 
@@ -109,7 +109,7 @@ impl DeadlineClient {
             }
             // The connection may have taken another piece during the sleep.
             if progress.deadline(limit) <= Instant::now() {
-                return Err(SilentService { what: "no progress", limit }.into_http_error());
+                return Err(SilentServiceError { what: "no progress", limit }.into_http_error());
             }
         }
     }
@@ -117,7 +117,7 @@ impl DeadlineClient {
 
 /// Returns whether the service does long work before it answers: it copies an object, or joins the
 /// parts of one.
-fn is_long_work(request: &HttpRequest) -> bool {
+fn is_long_running_request(request: &HttpRequest) -> bool {
     // `x-amz-copy-source`, `x-goog-copy-source` or `x-ms-copy-source`.
     let copies = request.headers().keys().any(|name| name.as_str().ends_with("-copy-source"));
     let query = request.uri().query().unwrap_or_default();
@@ -138,12 +138,12 @@ fn is_file_read(request: &HttpRequest) -> bool {
 /// A service that is silent or too slow.
 #[derive(Debug, thiserror::Error)]
 #[error("{what} within {limit:?}")]
-struct SilentService {
+struct SilentServiceError {
     what: &'static str,
     limit: Duration,
 }
 
-impl SilentService {
+impl SilentServiceError {
     /// Returns an error that the backend repeats.
     fn into_http_error(self) -> HttpError {
         HttpError::new(HttpErrorKind::Request, self)
@@ -278,7 +278,7 @@ impl DeadlineClient {
         let status = response.status();
         // The backend takes the answer for the rest of an interrupted file, without a look.
         if has_range && status.as_u16() == 200 {
-            return Err(HttpError::new(HttpErrorKind::Unknown, IgnoredRange));
+            return Err(HttpError::new(HttpErrorKind::Unknown, IgnoredRangeError));
         }
         if status.is_server_error() || matches!(status.as_u16(), 408 | 429) {
             note_failed_attempt(&format!("status {status}"));
@@ -304,7 +304,7 @@ impl DeadlineClient {
 /// A service answered a request for a part of a file with the whole file.
 #[derive(Debug, thiserror::Error)]
 #[error("the service ignored the range of a request, and sent the file from its beginning")]
-struct IgnoredRange;
+struct IgnoredRangeError;
 
 /// A body that fails if it is silent, or slower than [`MIN_BYTES_PER_SECOND`] on average.
 struct DeadlineBody {
@@ -356,7 +356,8 @@ impl Body for DeadlineBody {
         if deadline.as_mut().poll(context).is_pending() {
             return Poll::Pending;
         }
-        let silent = SilentService { what: "too few bytes of the answer", limit: this.silence };
+        let silent =
+            SilentServiceError { what: "too few bytes of the answer", limit: this.silence };
         note_failed_attempt(&silent.to_string());
         Poll::Ready(Some(Err(silent.into_http_error())))
     }

@@ -37,6 +37,7 @@ mod backend_wait;
 mod credentials;
 mod data_sweep;
 mod error;
+mod fork_reset_value;
 mod hdfs_retry;
 mod hdfs_upload;
 mod http_client;
@@ -50,7 +51,6 @@ mod mark_names;
 mod opened_file;
 mod options;
 mod prepared_files;
-mod process_value;
 mod ranged_reads;
 mod remote;
 mod store;
@@ -64,13 +64,13 @@ pub use data_sweep::{
 pub use error::{Error, Fault, Result};
 pub use layout::{LayoutOverrides, StoreLayout};
 pub use lease::{
-    acquire_lease, check_lease, clear_directory, downgrade_lease, empty_directory, is_free,
-    mark_in_use, renew_mark,
+    acquire_lease, check_lease, delete_content_and_lease, delete_content_keep_lease,
+    downgrade_lease, is_free, mark_in_use, renew_mark,
 };
 pub use location::{full_path, localized_path};
 pub use opened_file::OpenedFile;
 pub use options::{BackendOptions, configure_options, configured_options};
-pub use prepared_files::{find_foreign_file, is_part_name};
+pub use prepared_files::{find_foreign_file, is_prepared_part_name};
 pub use remote::object_store_options;
-pub use store::{DirectoryItem, FileEntry, Store, read_stable};
+pub use store::{DirectoryItem, FileEntry, Store, reread_if_replaced};
 pub use upload::StoreUpload;

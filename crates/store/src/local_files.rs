@@ -15,9 +15,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use bytes::Bytes;
 use rustix::fs::OFlags;
 
+use crate::fork_reset_value::ForkResetValue;
 use crate::local_tree;
 use crate::mark_names;
-use crate::process_value::ProcessValue;
 
 /// Largest gap between two ranges that are read together.
 const MAX_JOINED_GAP_BYTES: u64 = 64 << 10;
@@ -27,7 +27,7 @@ const MIN_POOLED_BYTES: usize = 64 << 10;
 const MAX_POOLED_BYTES: usize = 96 << 20;
 
 /// Unused buffers.
-static FREE_BUFFERS: ProcessValue<Vec<Vec<u8>>> = ProcessValue::new();
+static FREE_BUFFERS: ForkResetValue<Vec<Vec<u8>>> = ForkResetValue::new();
 
 /// A buffer that returns to the pool when its last slice is dropped.
 struct PooledFileBuffer(Vec<u8>);
@@ -212,7 +212,7 @@ static STAGED_FILE_COUNTER: AtomicU64 = AtomicU64::new(0);
 /// # Errors
 /// The operating system's error; the previous content is then unchanged.
 pub(crate) fn write_file(path: &Path, data: &[u8]) -> Result<()> {
-    write_file_by(path, |file| file.write_all(data))
+    write_file_with_callback(path, |file| file.write_all(data))
 }
 
 /// Copies a file like [`write_file`].
@@ -221,10 +221,13 @@ pub(crate) fn write_file(path: &Path, data: &[u8]) -> Result<()> {
 /// The operating system's error; the previous content is then unchanged.
 pub(crate) fn copy_file(from: &Path, to: &Path) -> Result<()> {
     let (mut source, _) = open_file(from)?;
-    write_file_by(to, |file| std::io::copy(&mut source, file).map(drop))
+    write_file_with_callback(to, |file| std::io::copy(&mut source, file).map(drop))
 }
 
-fn write_file_by(path: &Path, write: impl FnOnce(&mut File) -> Result<()>) -> Result<()> {
+fn write_file_with_callback(
+    path: &Path,
+    write: impl FnOnce(&mut File) -> Result<()>,
+) -> Result<()> {
     let directory = path.parent().unwrap_or_else(|| Path::new("/"));
     let mut staged = PathBuf::new();
     let mut file = create_in_directory(directory, create_directories, || {
@@ -238,7 +241,7 @@ fn write_file_by(path: &Path, write: impl FnOnce(&mut File) -> Result<()>) -> Re
     written
         .and_then(|()| std::fs::rename(&staged, path))
         .inspect_err(|_| drop(std::fs::remove_file(&staged)))?;
-    sync_name(path)
+    sync_directory_entry(path)
 }
 
 /// Creates a file beside `path`, with the name of an unfinished upload.
@@ -272,7 +275,7 @@ fn create_directories(directory: &Path) -> Result<()> {
     if let Some(above) = directory.parent() {
         create_directories(above)?;
         std::fs::create_dir_all(directory)?;
-        return sync_name(directory);
+        return sync_directory_entry(directory);
     }
     Ok(())
 }
@@ -283,12 +286,12 @@ fn create_directories(directory: &Path) -> Result<()> {
 /// The system's.
 pub(crate) fn sync_file(path: &Path) -> Result<()> {
     File::open(path)?.sync_all()?;
-    sync_name(path)
+    sync_directory_entry(path)
 }
 
 /// Syncs the name of a file or directory, so that it survives a power failure, if the file system
 /// supports it.
-fn sync_name(path: &Path) -> Result<()> {
+fn sync_directory_entry(path: &Path) -> Result<()> {
     let Some(directory) = path.parent() else { return Ok(()) };
     let synced = match File::open(directory) {
         Ok(directory) => directory.sync_all(),

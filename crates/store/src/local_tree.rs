@@ -177,9 +177,9 @@ pub(crate) fn remove_tree(directory: &Path) -> Result<()> {
 
 /// A directory whose content is deleted. It is opened once and not through a link, so nothing that
 /// lies elsewhere is deleted, whatever is renamed meanwhile.
-pub(crate) struct ClearedDirectory(File);
+pub(crate) struct DirectoryBeingCleared(File);
 
-impl ClearedDirectory {
+impl DirectoryBeingCleared {
     /// Opens a directory; `None` if it does not exist.
     ///
     /// # Errors

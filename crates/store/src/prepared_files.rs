@@ -92,7 +92,7 @@ pub(crate) fn foreign_file_of(directory: &Store, unfinished: bool) -> Result<Opt
             || path == PREPARATION_FILE
             || OTHER_PREPARED_FILES.contains(&path)
             || path.starts_with(FINISHED_PARTITION_PREFIX) && path.ends_with(".json");
-        let part = unfinished && is_part_name(path);
+        let part = unfinished && is_prepared_part_name(path);
         is_mark(path)
             || is_marked && (by_manifest || kept_beside || part || is_partial_upload(path))
     };
@@ -110,7 +110,7 @@ pub(crate) fn foreign_file_of(directory: &Store, unfinished: bool) -> Result<Opt
 }
 
 /// Returns whether a preparation gives a part this name: `part-00007-` and the text of its attempt.
-pub fn is_part_name(path: &str) -> bool {
+pub fn is_prepared_part_name(path: &str) -> bool {
     let parts = path.strip_prefix("part-").and_then(|rest| rest.strip_suffix(".parquet"));
     parts.and_then(|rest| rest.split_once('-')).is_some_and(|(number, attempt)| {
         number.len() >= MIN_PARTITION_DIGITS
@@ -124,7 +124,7 @@ pub fn is_part_name(path: &str) -> bool {
 ///
 /// # Errors
 /// A backend that does not answer or does not write.
-pub(crate) fn mark_deletion(directory: &Store) -> Result<()> {
+pub(crate) fn mark_deletion_in_progress(directory: &Store) -> Result<()> {
     let text = r#"{"key": "once deleted", "time": 0}"#;
     match directory.write(PREPARATION_FILE, Bytes::from_static(text.as_bytes())) {
         // A full disk has room for an empty file, and the deletion makes room.

@@ -29,7 +29,7 @@ fn file_version(meta: &ObjectMeta) -> (u64, i64, Option<&str>) {
 }
 
 /// A file was replaced by another one while it was being read.
-fn replaced_file(location: &Path) -> Error {
+fn replaced_file_error(location: &Path) -> Error {
     let source = "it was replaced while it was being read".into();
     Error::Precondition { path: location.to_string(), source }
 }
@@ -79,7 +79,7 @@ pub(crate) async fn fill_buffer(
             let answer = backend.get_opts(&meta.location, options).await?;
             // Some services ignore `If-Match` and answer with the new file.
             if file_version(&answer.meta) != file_version(meta) {
-                return Err(replaced_file(&meta.location));
+                return Err(replaced_file_error(&meta.location));
             }
             copy_stream(answer, part).await
         }

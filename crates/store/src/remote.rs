@@ -81,7 +81,7 @@ pub(crate) fn open_backend(
     };
     let has_own_timeout = options.0.contains_key("timeout");
     let connector = DeadlineConnector::new(timeout, has_own_timeout);
-    let named = backend_options(service, options);
+    let named = options_with_backend_names(service, options);
     match service {
         StorageService::S3 => {
             let builder = s3_builder(root, options)?.with_retry(retry_config(timeout));
@@ -95,7 +95,7 @@ pub(crate) fn open_backend(
             };
             let credentials = RenewingCredentials::new(AWS_VARIABLES, Box::new(choose));
             let credentials = Arc::new(credentials.map_err(|error| refuse(error.into()))?);
-            let signer = sign_with(&credentials, String::new());
+            let signer = signer_for_credentials(&credentials, String::new());
             let builder = builder.with_credentials(Arc::clone(&credentials) as _);
             let built = builder.with_http_connector(connector.with_signer(signer)).build();
             let backend = Arc::new(built.map_err(refuse)?);
@@ -111,7 +111,7 @@ pub(crate) fn open_backend(
             };
             let credentials = RenewingCredentials::new(GOOGLE_VARIABLES, Box::new(choose));
             let credentials = Arc::new(credentials.map_err(|error| refuse(error.into()))?);
-            let signer = sign_with(&credentials, String::new());
+            let signer = signer_for_credentials(&credentials, String::new());
             let builder = builder.with_credentials(Arc::clone(&credentials) as _);
             let built = builder.with_http_connector(connector.with_signer(signer)).build();
             let backend = Arc::new(built.map_err(refuse)?);
@@ -129,7 +129,7 @@ pub(crate) fn open_backend(
             };
             let credentials = RenewingCredentials::new(AZURE_VARIABLES, Box::new(choose));
             let credentials = Arc::new(credentials.map_err(|error| refuse(error.into()))?);
-            let signer = sign_with(&credentials, account.unwrap_or_default());
+            let signer = signer_for_credentials(&credentials, account.unwrap_or_default());
             let builder = builder.with_credentials(Arc::clone(&credentials) as _);
             let built = builder.with_http_connector(connector.with_signer(signer)).build();
             let backend = Arc::new(built.map_err(refuse)?);
@@ -167,7 +167,7 @@ fn unsigned_backend<S: ObjectStore>(
     Ok(OpenedBackend { backend: Arc::new(built.map_err(refuse)?), credentials: None })
 }
 
-fn sign_with<C>(
+fn signer_for_credentials<C>(
     credentials: &Arc<RenewingCredentials<C>>,
     account: String,
 ) -> Arc<dyn CredentialSigner>
@@ -197,7 +197,10 @@ fn redact_options(options: &BackendOptions, error: object_store::Error) -> objec
 }
 
 /// Returns the options with the backend's names.
-fn backend_options(service: StorageService, options: &BackendOptions) -> BTreeMap<String, String> {
+fn options_with_backend_names(
+    service: StorageService,
+    options: &BackendOptions,
+) -> BTreeMap<String, String> {
     let names = match service {
         StorageService::S3 => S3_OPTION_NAMES,
         StorageService::Gcs => GCS_OPTION_NAMES,
@@ -232,7 +235,7 @@ pub fn object_store_options(url: &str) -> Result<BTreeMap<String, String>> {
     let StoreLocation::Remote { service, .. } = StoreLocation::parse(url)? else {
         return Ok(BTreeMap::new());
     };
-    let mut named = backend_options(service, &options::options_for_url(url));
+    let mut named = options_with_backend_names(service, &options::options_for_url(url));
     if named.iter().any(|(key, value)| key.ends_with("endpoint") && is_plain_http(Some(value))) {
         named.entry("allow_http".to_owned()).or_insert_with(|| "true".to_owned());
     }
@@ -250,7 +253,7 @@ fn typed_options<K: FromStr>(
         Err(_) => Err(Error::Option { key: name, url: root.to_owned() }),
     };
     let (theirs, _) =
-        credentials::split_options(&backend_options(service, options), OWN_OPTION_NAMES);
+        credentials::split_options(&options_with_backend_names(service, options), OWN_OPTION_NAMES);
     theirs.into_iter().map(read).collect()
 }
 

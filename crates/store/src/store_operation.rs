@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::process_value::ProcessValue;
+use crate::fork_reset_value::ForkResetValue;
 
 /// Time after which repeated attempts are logged. Object stores answer single requests with
 /// "slow down" all the time.
@@ -17,7 +17,8 @@ const UNLOGGED_WAIT: Duration = Duration::from_secs(1);
 
 /// Number of waiting operations, and the begin of the first wait, by service. A forked child has
 /// none of its parent's operations.
-static WAITING_OPERATIONS: ProcessValue<BTreeMap<String, (usize, Instant)>> = ProcessValue::new();
+static WAITING_OPERATIONS: ForkResetValue<BTreeMap<String, (usize, Instant)>> =
+    ForkResetValue::new();
 
 tokio::task_local! {
     /// The operation to which requests of the current task belong.

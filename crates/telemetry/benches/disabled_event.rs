@@ -28,7 +28,7 @@ fn best(calls: u32, mut body: impl FnMut(u32)) -> f64 {
 }
 
 fn main() {
-    log::keep_events(LogLevel::Warning, true);
+    log::queue_events_for_logger(LogLevel::Warning, true);
     let nothing = best(MANY, |index| {
         black_box(index);
     });
@@ -42,7 +42,7 @@ fn main() {
         tracing::trace!(target: "farandole_engine", rank = index, tensor = "gradient", "submitted");
         black_box(index);
     });
-    log::keep_events(LogLevel::Trace, true);
+    log::queue_events_for_logger(LogLevel::Trace, true);
     let kept = best(FEW, |index| {
         tracing::trace!(target: "farandole_engine", rank = index, tensor = "gradient", "submitted");
     });

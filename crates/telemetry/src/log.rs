@@ -37,7 +37,7 @@ pub fn log_to_stderr(level: LogLevel, hide_time: bool) {
 ///
 /// In a child that was forked from a process whose events were kept, events go to stderr until this
 /// is called.
-pub fn keep_events(level: LogLevel, hide_time: bool) -> bool {
+pub fn queue_events_for_logger(level: LogLevel, hide_time: bool) -> bool {
     let Some(first) = queue::EVENT_QUEUE.start_keeping_events() else {
         // The fork came while another thread held the lock, which no thread will ever release here.
         subscriber::install_subscriber(level, hide_time, false);
@@ -55,7 +55,7 @@ pub fn take_events(limit: Duration) -> Option<DrainedEvents> {
 
 /// Lets the last [`take_events`] return; later events go to stderr. Does nothing in a forked child.
 pub fn stop_keeping_events() {
-    if subscriber::keeps_events() {
+    if subscriber::are_events_queued() {
         // Comes first, so that no event enters the queue after its last reader has left.
         subscriber::redirect_events_to_stderr();
         queue::EVENT_QUEUE.close();

@@ -57,9 +57,12 @@ fn lines_on_stderr_have_level_logger_message_and_fields() {
 #[test]
 fn events_are_kept_until_the_end_and_then_go_to_stderr() {
     if is_alone() {
-        assert!(log::keep_events(LogLevel::Warning, true));
+        assert!(log::queue_events_for_logger(LogLevel::Warning, true));
         emit();
-        assert!(!log::keep_events(LogLevel::Trace, true), "somebody takes them already");
+        assert!(
+            !log::queue_events_for_logger(LogLevel::Trace, true),
+            "somebody takes them already"
+        );
         emit();
         let taken = log::take_events(Duration::from_secs(60)).unwrap();
         let kept: Vec<_> = taken.events.iter().map(|event| (event.level, event.has_rank)).collect();

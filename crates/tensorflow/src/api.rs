@@ -14,7 +14,7 @@ pub(crate) type Opaque = *mut c_void;
 /// Makes a kernel of a node; null after a failure.
 pub(crate) type Create = unsafe extern "C" fn(construction: Opaque) -> *mut c_void;
 /// Runs a kernel; the last argument is the callback of an asynchronous one.
-pub(crate) type ComputeAsync =
+pub(crate) type AsyncComputeKernelFn =
     unsafe extern "C" fn(kernel: *mut c_void, context: Opaque, done: Opaque);
 /// Runs a synchronous kernel.
 pub(crate) type Compute = unsafe extern "C" fn(kernel: *mut c_void, context: Opaque);
@@ -95,7 +95,7 @@ api! {
     register_op = TF_RegisterOpDefinition(Opaque, Opaque);
 
     new_async_kernel =
-        TF_NewAsyncKernelBuilder(*const c_char, *const c_char, Option<Create>, ComputeAsync, Option<Delete>) -> Opaque;
+        TF_NewAsyncKernelBuilder(*const c_char, *const c_char, Option<Create>, AsyncComputeKernelFn, Option<Delete>) -> Opaque;
     new_kernel =
         TF_NewKernelBuilder(*const c_char, *const c_char, Option<Create>, Compute, Option<Delete>) -> Opaque;
     host_memory = TF_KernelBuilder_HostMemory(Opaque, *const c_char);

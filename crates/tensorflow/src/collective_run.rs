@@ -11,7 +11,7 @@ use farandole_door::{EngineTable, OperationCode, SubmissionOutcome, TensorReques
 
 use crate::callback::DoneCallback;
 use crate::collective_node::CollectiveNode;
-use crate::connection::{check_status, connected_table, query_placement, tensorflow_code};
+use crate::connection::{check_status, connected_engine_table, query_placement, tensorflow_code};
 use crate::context::{
     KernelContext, KernelFailure, TensorflowCode, TensorflowStatus, TensorflowTensor,
 };
@@ -73,7 +73,7 @@ fn prepare_run(
     node: &CollectiveNode,
     context: KernelContext,
 ) -> Result<(&'static EngineTable, Vec<TensorPair>), KernelFailure> {
-    let table = connected_table()?;
+    let table = connected_engine_table()?;
     let count = match node.operation {
         OperationCode::Alltoall => 1,
         _ => context.num_inputs(),
@@ -86,12 +86,12 @@ fn prepare_run(
     }
     let status = TensorflowStatus::new(context.api);
     let tensors = (0..count)
-        .map(|index| prepare_pair(node, context, index, &status))
+        .map(|index| prepare_tensor_pair(node, context, index, &status))
         .collect::<Result<_, _>>()?;
     Ok((table, tensors))
 }
 
-fn prepare_pair(
+fn prepare_tensor_pair(
     node: &CollectiveNode,
     context: KernelContext,
     index: c_int,
@@ -115,7 +115,7 @@ fn prepare_pair(
                 return Err(KernelFailure { code: TensorflowCode::InvalidArgument, text });
             };
             let whole = usize::try_from(*rows).unwrap_or(0);
-            *rows = own_rows(node.call.process_set, *rows)?;
+            *rows = own_share_of_rows(node.call.process_set, *rows)?;
             let bytes = input.byte_size().checked_div(whole).unwrap_or(0)
                 * usize::try_from(*rows).unwrap_or(0);
             pair.output = Some(context.allocate_output(index, dtype, &share, bytes)?);
@@ -134,7 +134,7 @@ fn prepare_pair(
 }
 
 /// This rank's share of rows: the first members take the remainder.
-fn own_rows(process_set: u32, rows: i64) -> Result<i64, KernelFailure> {
+fn own_share_of_rows(process_set: u32, rows: i64) -> Result<i64, KernelFailure> {
     let place = query_placement(process_set)?;
     let (size, rank) = (i64::from(place.set_size.max(1)), i64::from(place.set_rank));
     Ok(rows / size + i64::from(rank < rows % size))
@@ -188,7 +188,7 @@ fn to_request(name: &str, pair: &TensorPair) -> TensorRequest {
     TensorRequest {
         name: name.as_ptr().cast(),
         name_length: name.len(),
-        dtype: wire_type(pair.dtype),
+        dtype: engine_dtype_number(pair.dtype),
         rank: u32::try_from(pair.shape.len()).unwrap_or(u32::MAX),
         // None is negative.
         shape: pair.shape.as_ptr().cast(),
@@ -274,14 +274,14 @@ fn set_outputs(
         }
     }
     match operation {
-        OperationCode::Allgather => set_row_matrix(context, tensors.len(), &all_rows),
-        OperationCode::Alltoall => set_row_vector(context, &all_rows),
+        OperationCode::Allgather => set_rows_matrix_output(context, tensors.len(), &all_rows),
+        OperationCode::Alltoall => set_rows_vector_output(context, &all_rows),
         _ => Ok(()),
     }
 }
 
 /// Rows by tensor and rank.
-fn set_row_matrix(
+fn set_rows_matrix_output(
     context: KernelContext,
     tensors: usize,
     rows: &[u64],
@@ -302,7 +302,7 @@ fn set_row_matrix(
 }
 
 /// Rows by rank.
-fn set_row_vector(context: KernelContext, rows: &[u64]) -> Result<(), KernelFailure> {
+fn set_rows_vector_output(context: KernelContext, rows: &[u64]) -> Result<(), KernelFailure> {
     let count = i64::try_from(rows.len()).unwrap_or(i64::MAX);
     let tensor = context.allocate_output(1, DT_INT32, &[count], rows.len() * size_of::<i32>())?;
     for (index, rows) in to_int32_rows(rows)?.into_iter().enumerate() {
@@ -332,7 +332,7 @@ fn to_int32_rows(rows: &[u64]) -> Result<Vec<i32>, KernelFailure> {
 
 /// Returns the number on the wire of a TensorFlow element type. A type that the ops do not take
 /// gets an unused number.
-pub(crate) fn wire_type(dtype: c_int) -> u32 {
+pub(crate) fn engine_dtype_number(dtype: c_int) -> u32 {
     match dtype {
         1 => 7,
         2 => 8,

@@ -14,7 +14,7 @@ use crate::context::{KernelFailure, TensorflowCode};
 static CONNECTED_TABLE: OnceLock<&'static EngineTable> = OnceLock::new();
 
 /// Connects the engine; the first table stays.
-pub(crate) fn connect_table(table: &'static EngineTable) {
+pub(crate) fn connect_engine_table(table: &'static EngineTable) {
     CONNECTED_TABLE.get_or_init(|| table);
 }
 
@@ -22,7 +22,7 @@ pub(crate) fn connect_table(table: &'static EngineTable) {
 ///
 /// # Errors
 /// When Python has not connected it.
-pub(crate) fn connected_table() -> Result<&'static EngineTable, KernelFailure> {
+pub(crate) fn connected_engine_table() -> Result<&'static EngineTable, KernelFailure> {
     CONNECTED_TABLE.get().copied().ok_or_else(|| KernelFailure {
         code: TensorflowCode::FailedPrecondition,
         text: "the ops are not connected to the engine: import farandole.tensorflow".to_owned(),
@@ -34,7 +34,12 @@ pub(crate) fn query_placement(set: u32) -> Result<ProcessSetPlacement, KernelFai
     let (mut place, mut message) = (ProcessSetPlacement::default(), [0u8; 512]);
     // SAFETY: both have room.
     let code = unsafe {
-        (connected_table()?.place)(set, &raw mut place, message.as_mut_ptr().cast(), message.len())
+        (connected_engine_table()?.place)(
+            set,
+            &raw mut place,
+            message.as_mut_ptr().cast(),
+            message.len(),
+        )
     };
     check_status(code, &message).map(|()| place)
 }

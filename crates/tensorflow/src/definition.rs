@@ -9,7 +9,7 @@ use std::sync::OnceLock;
 
 use farandole_door::OperationCode as O;
 
-use crate::api::{Api, Compute, ComputeAsync, Create, Infer, tensorflow_api};
+use crate::api::{Api, AsyncComputeKernelFn, Compute, Create, Infer, tensorflow_api};
 use crate::context::TensorflowStatus;
 use crate::kernel_state::delete_kernel;
 use crate::{kernel, probe, shapes, world};
@@ -40,7 +40,7 @@ const REDUCTION_ATTRIBUTES: [&str; 3] = [
 ];
 
 enum KernelBody {
-    Asynchronous(Create, ComputeAsync),
+    Asynchronous(Create, AsyncComputeKernelFn),
     Immediate(Create, Compute),
 }
 
@@ -92,7 +92,10 @@ macro_rules! number {
             outputs: &["number: int32"],
             attributes: &[&["process_set: int = 0"]],
             shapes: shapes::infer_scalar,
-            body: KernelBody::Immediate(world::create_query::<{ $question }>, world::compute_query),
+            body: KernelBody::Immediate(
+                world::create_world_query::<{ $question }>,
+                world::compute_world_query,
+            ),
         }
     };
 }
@@ -150,7 +153,7 @@ fn op_definitions() -> Vec<OpDefinition> {
         outputs: &["output: int64"],
         attributes: &[&["delay: int = 2000"]],
         shapes: shapes::infer_same_shapes,
-        body: KernelBody::Asynchronous(probe::create_probe, probe::compute_probe),
+        body: KernelBody::Asynchronous(probe::create_callback_probe, probe::compute_callback_probe),
     });
     all
 }
@@ -158,7 +161,7 @@ fn op_definitions() -> Vec<OpDefinition> {
 static OPS_REGISTERED: OnceLock<Result<(), String>> = OnceLock::new();
 
 /// Checks that the ops are registered.
-pub(crate) fn registration_state() -> Result<(), &'static str> {
+pub(crate) fn check_ops_registered() -> Result<(), &'static str> {
     OPS_REGISTERED.get_or_init(register_ops).as_ref().copied().map_err(String::as_str)
 }
 
@@ -167,7 +170,7 @@ pub(crate) fn registration_state() -> Result<(), &'static str> {
 #[unsafe(link_section = ".init_array")]
 static AT_LOAD: extern "C" fn() = {
     extern "C" fn register_ops_at_load() {
-        if registration_state().is_err() {
+        if check_ops_registered().is_err() {
             // Python asks for the reason, by `farandole_tensorflow_problem`.
         }
     }
@@ -181,18 +184,18 @@ fn register_ops() -> Result<(), String> {
 
 fn register_op(api: &'static Api, definition: &OpDefinition) -> Result<(), String> {
     let status = TensorflowStatus::new(api);
-    let name = terminated_bytes(definition.name);
+    let name = nul_terminated_bytes(definition.name);
     // SAFETY: strings are terminated and copied; the builder is consumed by the registration.
     unsafe {
         let op = (api.new_op)(name.as_ptr().cast());
         for input in definition.inputs {
-            (api.add_input)(op, terminated_bytes(input).as_ptr().cast());
+            (api.add_input)(op, nul_terminated_bytes(input).as_ptr().cast());
         }
         for output in definition.outputs {
-            (api.add_output)(op, terminated_bytes(output).as_ptr().cast());
+            (api.add_output)(op, nul_terminated_bytes(output).as_ptr().cast());
         }
         for attribute in definition.attributes.iter().copied().flatten() {
-            (api.add_attr)(op, terminated_bytes(attribute).as_ptr().cast());
+            (api.add_attr)(op, nul_terminated_bytes(attribute).as_ptr().cast());
         }
         // Not folded, not merged, not pruned, and run in the order of the program: as on every
         // other rank.
@@ -230,14 +233,14 @@ fn register_kernel(
         // TensorFlow then copies tensors from and to the GPU itself.
         for argument in definition.inputs.iter().chain(definition.outputs) {
             let argument = argument.split(':').next().unwrap_or_default();
-            (api.host_memory)(builder, terminated_bytes(argument).as_ptr().cast());
+            (api.host_memory)(builder, nul_terminated_bytes(argument).as_ptr().cast());
         }
         (api.register_kernel)(name, builder, status.raw);
     }
     status.check_ok().map_err(|failure| failure.text)
 }
 
-fn terminated_bytes(text: &str) -> Vec<u8> {
+fn nul_terminated_bytes(text: &str) -> Vec<u8> {
     let mut bytes = text.as_bytes().to_vec();
     bytes.push(0);
     bytes

@@ -10,7 +10,7 @@ use std::sync::OnceLock;
 
 use farandole_door::{EngineTable, TABLE_VERSION};
 
-use crate::connection::connect_table;
+use crate::connection::connect_engine_table;
 use crate::definition;
 
 static REGISTRATION_PROBLEM: OnceLock<CString> = OnceLock::new();
@@ -18,7 +18,7 @@ static REGISTRATION_PROBLEM: OnceLock<CString> = OnceLock::new();
 /// Returns the reason why the ops are not registered; null when they are.
 #[unsafe(no_mangle)]
 extern "C" fn farandole_tensorflow_problem() -> *const c_char {
-    match definition::registration_state() {
+    match definition::check_ops_registered() {
         Ok(()) => null(),
         Err(problem) => {
             REGISTRATION_PROBLEM.get_or_init(|| CString::new(problem).unwrap_or_default()).as_ptr()
@@ -38,6 +38,6 @@ unsafe extern "C" fn farandole_tensorflow_connect(table: *const EngineTable) -> 
     if table.version != TABLE_VERSION || (table.bytes as usize) < size_of::<EngineTable>() {
         return TABLE_VERSION;
     }
-    connect_table(table);
+    connect_engine_table(table);
     0
 }

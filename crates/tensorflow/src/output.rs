@@ -8,7 +8,7 @@ use std::ffi::{c_int, c_void};
 
 use farandole_door::{EngineTable, TensorOutput};
 
-use crate::connection::connected_table;
+use crate::connection::connected_engine_table;
 use crate::context::{KernelContext, KernelFailure, TensorflowTensor};
 
 /// One output of an outcome. Dropping it frees its memory, unless a tensor has taken the memory.
@@ -65,14 +65,14 @@ impl<'a> EngineOutput<'a> {
         let memory = (self.output.address, self.output.bytes);
         // From here on the tensor frees the memory, also if setting the output fails.
         self.taken = true;
-        // SAFETY: the memory is valid until its owner is freed, which `release_owner` does.
+        // SAFETY: the memory is valid until its owner is freed, which `release_engine_memory` does.
         let tensor = unsafe {
             TensorflowTensor::from_memory(
                 context.api,
                 dtype,
                 dims,
                 memory,
-                (release_owner, self.output.owner),
+                (release_engine_memory, self.output.owner),
             )
         };
         context.set_output(index, &tensor)
@@ -88,8 +88,8 @@ impl Drop for EngineOutput<'_> {
     }
 }
 
-unsafe extern "C" fn release_owner(_data: *mut c_void, _length: usize, owner: *mut c_void) {
-    if let Ok(table) = connected_table() {
+unsafe extern "C" fn release_engine_memory(_data: *mut c_void, _length: usize, owner: *mut c_void) {
+    if let Ok(table) = connected_engine_table() {
         // SAFETY: the owner of one output, freed once, by its tensor.
         unsafe { (table.free)(owner) };
     }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! An op that ends on another thread well after its `compute_probe` has returned. It checks once,
+//! An op that ends on another thread well after its `compute_callback_probe` has returned. It checks once,
 //! at load, that the callback survives. Without a delay the op ends at once, and has the cost of
 //! any asynchronous op.
 #![expect(unsafe_code, reason = "TensorFlow calls these through pointers")]
@@ -21,7 +21,7 @@ use crate::kernel_state::KernelState;
 ///
 /// # Safety
 /// TensorFlow calls it with a construction.
-pub(crate) unsafe extern "C" fn create_probe(construction: Opaque) -> *mut c_void {
+pub(crate) unsafe extern "C" fn create_callback_probe(construction: Opaque) -> *mut c_void {
     let Ok(api) = tensorflow_api() else { return std::ptr::null_mut() };
     // SAFETY: the construction lives for this call.
     match unsafe { u32_attribute(api, construction, c"delay") } {
@@ -39,14 +39,18 @@ pub(crate) unsafe extern "C" fn create_probe(construction: Opaque) -> *mut c_voi
 /// Doubles one number, later.
 ///
 /// # Safety
-/// TensorFlow calls it with what `create_probe` returned, a context, and a callback on its stack.
-pub(crate) unsafe extern "C" fn compute_probe(kernel: *mut c_void, context: Opaque, done: Opaque) {
+/// TensorFlow calls it with what `create_callback_probe` returned, a context, and a callback on its stack.
+pub(crate) unsafe extern "C" fn compute_callback_probe(
+    kernel: *mut c_void,
+    context: Opaque,
+    done: Opaque,
+) {
     let Ok(api) = tensorflow_api() else { return };
-    // SAFETY: `compute_probe` has not returned.
+    // SAFETY: `compute_callback_probe` has not returned.
     let callback = unsafe { DoneCallback::move_from(api, done) };
     // SAFETY: used before the callback runs only.
     let context = unsafe { KernelContext::new(api, context) };
-    // SAFETY: TensorFlow keeps the kernel while its `compute_probe` runs.
+    // SAFETY: TensorFlow keeps the kernel while its `compute_callback_probe` runs.
     let delay = match unsafe { kernel.cast::<KernelState>().as_ref() } {
         Some(KernelState::Probe(delay)) => Duration::from_micros(u64::from(*delay)),
         _ => Duration::ZERO,

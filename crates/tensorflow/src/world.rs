@@ -26,7 +26,7 @@ pub(crate) const DT_INT32: c_int = 3;
 ///
 /// # Safety
 /// TensorFlow calls it with a construction.
-pub(crate) unsafe extern "C" fn create_query<const QUESTION: u32>(
+pub(crate) unsafe extern "C" fn create_world_query<const QUESTION: u32>(
     construction: Opaque,
 ) -> *mut c_void {
     let Ok(api) = tensorflow_api() else { return std::ptr::null_mut() };
@@ -46,14 +46,14 @@ pub(crate) unsafe extern "C" fn create_query<const QUESTION: u32>(
 /// Computes the answer to a query.
 ///
 /// # Safety
-/// TensorFlow calls it with what `create_query` returned and a context.
-pub(crate) unsafe extern "C" fn compute_query(kernel: *mut c_void, context: Opaque) {
+/// TensorFlow calls it with what `create_world_query` returned and a context.
+pub(crate) unsafe extern "C" fn compute_world_query(kernel: *mut c_void, context: Opaque) {
     let Ok(api) = tensorflow_api() else { return };
     // SAFETY: the context lives for this call.
     let context = unsafe { KernelContext::new(api, context) };
-    // SAFETY: TensorFlow keeps the kernel while its `compute_query` runs.
+    // SAFETY: TensorFlow keeps the kernel while its `compute_world_query` runs.
     let answered = match unsafe { kernel.cast::<KernelState>().as_ref() } {
-        Some(KernelState::WorldQuery(question, set)) => answer_query(*question, *set),
+        Some(KernelState::WorldQuery(question, set)) => answer_world_query(*question, *set),
         _ => Err(KernelFailure {
             code: TensorflowCode::Internal,
             text: "the kernel was not made".to_owned(),
@@ -77,7 +77,7 @@ pub(crate) fn set_scalar_output(
 }
 
 /// Returns the answer to a question about a process set.
-pub(crate) fn answer_query(question: u32, set: u32) -> Result<i32, KernelFailure> {
+pub(crate) fn answer_world_query(question: u32, set: u32) -> Result<i32, KernelFailure> {
     let place = query_placement(set)?;
     let number = match question {
         QUERY_SIZE => place.set_size,

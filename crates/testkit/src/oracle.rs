@@ -33,7 +33,7 @@ impl Allreduce {
 
 /// Returns whether an operation is defined for a type.
 pub fn is_defined(dtype: DataType, op: ReduceOp) -> bool {
-    match (dtype, op.without_inter_host_rounding()) {
+    match (dtype, op.with_unrounded_partials()) {
         (_, ReduceOp::Adasum) | (DataType::Bool, ReduceOp::Average) => false,
         (DataType::C64 | DataType::C128, op) => matches!(op, ReduceOp::Sum | ReduceOp::Average),
         _ => true,
@@ -179,7 +179,7 @@ macro_rules! float {
 
 fn reduce_element(call: Allreduce, hosts: &[usize], element: &[&[u8]]) -> Vec<u8> {
     let rounds = call.op.rounds_between_hosts();
-    let call = Allreduce { op: call.op.without_inter_host_rounding(), ..call };
+    let call = Allreduce { op: call.op.with_unrounded_partials(), ..call };
     match call.dtype {
         DataType::U8 => integer!(u8, call, element),
         DataType::I8 => integer!(i8, call, element),

@@ -121,7 +121,7 @@ pub(crate) fn listen_on_interfaces(
     }
     let (mut listeners, mut own) = (Vec::new(), Vec::new());
     for NumberedInterfaceAddress { number: interface, address } in bind {
-        let (listener, socket) = listen_on(&[*address], ports)?;
+        let (listener, socket) = listen_on_first_free(&[*address], ports)?;
         listeners.push(listener);
         own.push(ListenAddress { socket, interface: *interface });
     }
@@ -133,7 +133,7 @@ fn listen_anywhere(ports: PortRange) -> Result<(Vec<TcpListener>, Vec<ListenAddr
     // If an IPv6 socket does not accept IPv4 connections as well, IPv4 reaches more hosts.
     let apart = std::fs::read_to_string("/proc/sys/net/ipv6/bindv6only")
         .is_ok_and(|text| text.trim() == "1");
-    let (listener, socket) = listen_on(&anywhere[usize::from(apart)..], ports)?;
+    let (listener, socket) = listen_on_first_free(&anywhere[usize::from(apart)..], ports)?;
     let own = local_addresses().into_iter().filter(|address| socket.is_ipv6() || address.is_ipv4());
     let own = own.map(|address| SocketAddr::new(address, socket.port()).into()).collect();
     Ok((vec![listener], own))
@@ -141,7 +141,7 @@ fn listen_anywhere(ports: PortRange) -> Result<(Vec<TcpListener>, Vec<ListenAddr
 
 /// Listens on the first of these addresses and ports that is free; returns the listener and its
 /// address.
-fn listen_on(hosts: &[IpAddr], ports: PortRange) -> Result<(TcpListener, SocketAddr)> {
+fn listen_on_first_free(hosts: &[IpAddr], ports: PortRange) -> Result<(TcpListener, SocketAddr)> {
     let mut last = "no port tried".to_owned();
     for port in ports.first..=ports.last {
         for host in hosts {

@@ -15,7 +15,7 @@ use farandole_world::{HostHash, Rank};
 
 use crate::{
     Error, Link, LinkReceiver, LinkSender, MemoryRendezvous, Mesh, MeshOptions, Rendezvous,
-    RendezvousPoint, Result, into_frame_halves,
+    RendezvousParticipant, Result, into_frame_halves,
 };
 
 /// Function that creates a pair of connected links with a given capacity.
@@ -72,7 +72,7 @@ pub struct DivertingRendezvous {
 impl Rendezvous for DivertingRendezvous {
     fn exchange_addresses(
         &self,
-        point: RendezvousPoint,
+        point: RendezvousParticipant,
         addresses: &[u8],
         deadline: Instant,
     ) -> Result<Vec<Vec<u8>>> {

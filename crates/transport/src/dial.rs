@@ -97,7 +97,7 @@ pub(crate) struct DialRequest<'a> {
 }
 
 /// Connects to a Unix socket in the abstract namespace.
-pub(crate) fn connect_local(name: &str, deadline: Instant) -> DialResult<OwnedFd> {
+pub(crate) fn connect_unix_socket(name: &str, deadline: Instant) -> DialResult<OwnedFd> {
     let failed =
         |error: Errno| DialFailure::from_failed_call("socket", Some(error), error.to_string());
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -154,7 +154,7 @@ pub(crate) fn dial_any_address(
             // The limit starts when the connection exists, so a slow connect does not shorten the
             // handshake.
             let attempt = deadline.min(Instant::now() + timeout);
-            match socket.and_then(|socket| dial_secured(shared, request, socket, attempt)) {
+            match socket.and_then(|socket| secure_dialed_socket(shared, request, socket, attempt)) {
                 Ok(secured) => {
                     *request.to.last_address.lock() = Some(address);
                     return Ok(secured);
@@ -220,16 +220,16 @@ pub(crate) fn dial_address_pair(
         || Err(DialFailure::Unanswered(format!("{}: {NO_ANSWER_REASON}", pair.to))),
         |outcome| outcome.socket,
     );
-    match socket
-        .and_then(|socket| dial_secured(shared, request, socket, wait.attempt_deadline(shared)))
-    {
+    match socket.and_then(|socket| {
+        secure_dialed_socket(shared, request, socket, wait.attempt_deadline(shared))
+    }) {
         Err(DialFailure::LocalError(error)) => Err(error),
         attempt => Ok(attempt),
     }
 }
 
 /// Performs the handshake of a TCP connection, which must result in keys.
-fn dial_secured(
+fn secure_dialed_socket(
     shared: &MeshState,
     request: &DialRequest<'_>,
     socket: OwnedFd,
@@ -251,7 +251,7 @@ pub(crate) fn probe_listener(
     addresses: &[SocketAddr],
     deadline: Instant,
 ) -> Result<Option<bool>> {
-    let name = local_name.map(|name| connect_local(name, deadline));
+    let name = local_name.map(|name| connect_unix_socket(name, deadline));
     let mut silent = false;
     let race =
         HappyEyeballs::new(addresses, deadline, deadline.saturating_duration_since(Instant::now()));
@@ -302,13 +302,13 @@ pub(crate) fn perform_handshake(
     // The hello carries a code of the job's key, so the acceptor spends no key exchange on
     // strangers.
     let offer = DialerHandshake::new(&shared.key, &hello).map_err(own)?;
-    send_handshake(&socket, offer.hello_message(), &[])?;
+    send_handshake_message(&socket, offer.hello_message(), &[])?;
     let stranger =
         |reason: &str| DialFailure::Unauthenticated(format!("rank {}: {reason}", request.to.rank));
     let mut challenge = [0; CHALLENGE_BYTES];
     let (opening, rest) = challenge.split_at_mut(OPENING_BYTES);
     // Descriptors that come before a proof are closed.
-    drop(receive_handshake(&socket, opening, deadline)?);
+    drop(receive_handshake_message(&socket, opening, deadline)?);
     match handshake::read_version(opening) {
         Some(PROTOCOL_VERSION) => {}
         Some(other) => {
@@ -321,31 +321,32 @@ pub(crate) fn perform_handshake(
     }
     // The version is checked before the rest is read: messages of another version may have other
     // sizes, and the read would then wait until the deadline.
-    drop(receive_handshake(&socket, rest, deadline)?);
+    drop(receive_handshake_message(&socket, rest, deadline)?);
     let (transcript, status) = offer.read_challenge(&challenge).map_err(stranger)?;
-    check_welcome(request, status)?;
-    send_handshake(&socket, &transcript.dialer_proof(), descriptors)?;
+    check_handshake_status(request, status)?;
+    send_handshake_message(&socket, &transcript.dialer_proof(), descriptors)?;
     let mut accepted = [0; ACCEPTED_BYTES];
-    let arrived =
-        receive_handshake(&socket, &mut accepted, deadline).map_err(|failure| match failure {
+    let arrived = receive_handshake_message(&socket, &mut accepted, deadline).map_err(
+        |failure| match failure {
             // The peer has the proof and may have opened its end. A second attempt would give it
             // two links.
             DialFailure::Silent(reason) | DialFailure::Unanswered(reason) => {
                 DialFailure::Broken(reason)
             }
             other => other,
-        })?;
+        },
+    )?;
     let status = transcript.read_accepted_message(&accepted).ok_or_else(|| {
         DialFailure::Unauthenticated(format!(
             "rank {}: the last code does not hold",
             request.to.rank
         ))
     })?;
-    check_welcome(request, status)?;
+    check_handshake_status(request, status)?;
     Ok((socket, transcript.derive_keys(HandshakeSide::Dialer), arrived))
 }
 
-fn check_welcome(request: &DialRequest<'_>, status: HandshakeStatus) -> DialResult<()> {
+fn check_handshake_status(request: &DialRequest<'_>, status: HandshakeStatus) -> DialResult<()> {
     match status {
         HandshakeStatus::Welcome => Ok(()),
         status => {
@@ -363,7 +364,7 @@ fn time_left(deadline: Instant) -> DialResult<Duration> {
     }
 }
 
-fn send_handshake(
+fn send_handshake_message(
     socket: &OwnedFd,
     bytes: &[u8],
     descriptors: &[BorrowedFd<'_>],
@@ -372,7 +373,7 @@ fn send_handshake(
         .map_err(|error| DialFailure::Unanswered(error.to_string()))
 }
 
-fn receive_handshake(
+fn receive_handshake_message(
     socket: &OwnedFd,
     bytes: &mut [u8],
     deadline: Instant,

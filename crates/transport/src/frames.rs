@@ -194,7 +194,7 @@ impl FrameReceiver {
     /// `PeerLost` after the last whole frame; `Frame` when a length is out of bounds.
     pub fn try_receive(&mut self) -> Result<Option<LinkFrame>> {
         let mut payload = Vec::new();
-        Ok(self.try_receive_into(&mut payload)?.map(|kind| LinkFrame { kind, payload }))
+        Ok(self.try_receive_frame_into(&mut payload)?.map(|kind| LinkFrame { kind, payload }))
     }
 
     /// Like [`FrameReceiver::try_receive`], into a reused buffer: returns the kind, and `payload`
@@ -202,7 +202,7 @@ impl FrameReceiver {
     ///
     /// # Errors
     /// Like [`FrameReceiver::try_receive`].
-    pub fn try_receive_into(&mut self, payload: &mut Vec<u8>) -> Result<Option<u8>> {
+    pub fn try_receive_frame_into(&mut self, payload: &mut Vec<u8>) -> Result<Option<u8>> {
         if self.partial.is_none() {
             let window = self.receiver.window()?;
             let Some((header, rest)) = window.split_first_chunk::<FRAME_HEADER_BYTES>() else {

@@ -190,7 +190,7 @@ impl HeartbeatChannel {
         let (payload, tag) = rest.split_first_chunk::<CONTROL_PAYLOAD_BYTES>()?;
         let (header, mut payload) = (RecordHeader(*header), *payload);
         // A record of another kind must not count as a heartbeat, even if its code is valid.
-        header.announced_record().filter(|(kind, _)| *kind == RecordKind::Control)?;
+        header.announced_kind_and_length().filter(|(kind, _)| *kind == RecordKind::Control)?;
         self.secured
             .keys
             .receiving

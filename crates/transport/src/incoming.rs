@@ -98,7 +98,7 @@ impl AcceptorHandshake {
                 // A failure does not matter: the connection is refused in any case.
                 let _ = descriptor_passing::send_with_descriptors(
                     &self.socket,
-                    &handshake::encode_other_version(),
+                    &handshake::encode_version_mismatch(),
                     &[],
                 );
                 true

@@ -86,5 +86,5 @@ pub use mesh::{Mesh, MeshOptions, max_concurrent_dials};
 pub use parker::{Parker, Unparker, WakeReason};
 pub use record::PACKET_PAYLOAD_BYTES;
 pub use relay::LinkRelay;
-pub use rendezvous::{MemoryRendezvous, Rendezvous, RendezvousPoint};
+pub use rendezvous::{MemoryRendezvous, Rendezvous, RendezvousParticipant};
 pub use watch::loss_report_allowance;

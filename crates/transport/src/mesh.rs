@@ -39,11 +39,11 @@ use crate::service::{MeshListeners, MeshService};
 use crate::watch::PeerWatch;
 use crate::{
     Error, Link, LinkKind, LinkRelay, NumberedInterfaceAddress, Parker, Rendezvous,
-    RendezvousPoint, Result, addresses, multi_nic, tcp,
+    RendezvousParticipant, Result, addresses, multi_nic, tcp,
 };
 
 pub use dial_many::max_concurrent_dials;
-use on_demand::{DialQueue, capacity_mismatch};
+use on_demand::{DialQueue, capacity_mismatch_error};
 
 /// Interval at which a wait for a peer to dial probes whether the peer still listens. Also the time
 /// limit of a probe.
@@ -210,7 +210,7 @@ impl Mesh {
     ) -> Result<()> {
         let MeshOptions { rank, size, generation, .. } = self.options;
         let encoded = rendezvous.exchange_addresses(
-            RendezvousPoint { generation, rank, size },
+            RendezvousParticipant { generation, rank, size },
             &own.encode(),
             deadline,
         )?;
@@ -486,7 +486,7 @@ const SPARE_DESCRIPTORS: u64 = 256;
 /// limit.
 fn raise_descriptor_limit(options: &MeshOptions) {
     let limits = getrlimit(Resource::Nofile);
-    let streams = multi_nic::round_stream_count(options.streams, options.bind.len());
+    let streams = multi_nic::streams_per_link(options.streams, options.bind.len());
     let needed =
         u64::from(options.size) * (DESCRIPTORS_PER_PEER + u64::from(streams)) + SPARE_DESCRIPTORS;
     let current = limits.maximum.map_or(needed, |most| needed.min(most));

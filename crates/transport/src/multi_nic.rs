@@ -49,7 +49,7 @@ pub(crate) fn pair_interfaces(
 
 /// Returns the number of connections of a link if `streams` were asked for: the same number for
 /// each pair.
-pub(crate) fn round_stream_count(streams: u16, pairs: usize) -> u16 {
+pub(crate) fn streams_per_link(streams: u16, pairs: usize) -> u16 {
     let streams = streams.clamp(1, stripes::MAX_STREAMS_PER_LINK);
     match u16::try_from(pairs).unwrap_or(u16::MAX).min(stripes::MAX_STREAMS_PER_LINK) {
         0 => streams,
@@ -79,7 +79,7 @@ pub(crate) struct PeerRoutes {
 
 impl PeerRoutes {
     pub(crate) fn new(addresses: Vec<SocketAddr>, pairs: Vec<AddressPair>, streams: u16) -> Self {
-        let streams = round_stream_count(streams, pairs.len());
+        let streams = streams_per_link(streams, pairs.len());
         Self { addresses, pairs, streams }
     }
 
@@ -197,9 +197,9 @@ mod tests {
 
     #[test]
     fn each_pair_has_as_many_connections_as_the_others() {
-        assert_eq!([1, 4, 0, 99].map(|streams| round_stream_count(streams, 0)), [1, 4, 1, 16]);
-        assert_eq!([1, 2, 3, 16].map(|streams| round_stream_count(streams, 2)), [2, 2, 4, 16]);
-        assert_eq!([1, 4, 16].map(|streams| round_stream_count(streams, 3)), [3, 6, 15]);
-        assert_eq!((round_stream_count(1, 16), round_stream_count(1, 40)), (16, 16));
+        assert_eq!([1, 4, 0, 99].map(|streams| streams_per_link(streams, 0)), [1, 4, 1, 16]);
+        assert_eq!([1, 2, 3, 16].map(|streams| streams_per_link(streams, 2)), [2, 2, 4, 16]);
+        assert_eq!([1, 4, 16].map(|streams| streams_per_link(streams, 3)), [3, 6, 15]);
+        assert_eq!((streams_per_link(1, 16), streams_per_link(1, 40)), (16, 16));
     }
 }

@@ -22,7 +22,7 @@ use farandole_shm::{ForkGuard, ProcessDoorbell};
 use rustix::event::{PollFd, PollFlags, Timespec, epoll, poll};
 use rustix::io::Errno;
 
-use self::sleepers::{ParkedThreads, WakeChannel};
+use self::sleepers::{ParkedThreads, ParkerSystemCalls};
 use crate::{Error, Result};
 
 /// Resolution of the timeout of `epoll_wait`. If less time is left, `poll` waits first, because it
@@ -146,7 +146,7 @@ struct EpollWait<'a> {
     deadline: Option<Instant>,
 }
 
-impl WakeChannel for EpollWait<'_> {
+impl ParkerSystemCalls for EpollWait<'_> {
     type Outcome = WakeReason;
     type Error = Errno;
 

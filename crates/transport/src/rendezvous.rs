@@ -15,7 +15,7 @@ use crate::{Error, Result};
 
 /// A rank of one world, which takes part in a rendezvous.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RendezvousPoint {
+pub struct RendezvousParticipant {
     /// Generation of the world in the job.
     pub generation: Generation,
     /// The rank.
@@ -35,7 +35,7 @@ pub trait Rendezvous: Send + Sync {
     /// publish its addresses before `deadline`.
     fn exchange_addresses(
         &self,
-        point: RendezvousPoint,
+        point: RendezvousParticipant,
         addresses: &[u8],
         deadline: Instant,
     ) -> Result<Vec<Vec<u8>>>;
@@ -84,11 +84,11 @@ impl MemoryRendezvous {
 impl Rendezvous for MemoryRendezvous {
     fn exchange_addresses(
         &self,
-        point: RendezvousPoint,
+        point: RendezvousParticipant,
         addresses: &[u8],
         deadline: Instant,
     ) -> Result<Vec<Vec<u8>>> {
-        let RendezvousPoint { generation, rank, size } = point;
+        let RendezvousParticipant { generation, rank, size } = point;
         // With the generation, so that a new world cannot read addresses of an earlier one.
         let key = |rank: u32| format!("mesh/{generation}/{rank}");
         self.publish_value(&key(rank.0), addresses);

@@ -143,7 +143,7 @@ impl MeshService {
         }
         // Peers that were dialled just now also need the goodbye: they would take the end of the
         // connection for the death of this process.
-        for watch in self.watched.values_mut().chain(&mut self.shared.inbox.take_watches()) {
+        for watch in self.watched.values_mut().chain(&mut self.shared.inbox.take_peer_watches()) {
             watch.send_goodbye();
         }
     }
@@ -165,7 +165,7 @@ impl MeshService {
             EVENT_TOKEN => {
                 // The read resets the event; its count is unused.
                 let _ = rustix::io::read(&self.shared.inbox.event, &mut [0_u8; 8]);
-                for watch in self.shared.inbox.take_watches() {
+                for watch in self.shared.inbox.take_peer_watches() {
                     self.watch_peer(watch);
                 }
                 for path in self.shared.inbox.take_monitored_links() {
@@ -236,8 +236,8 @@ impl MeshService {
         // The number is limited so that a flood of connections cannot delay the liveness check.
         for _ in 0..MAX_CONCURRENT_HANDSHAKES {
             let accepted = match number {
-                None => self.listeners.unix.as_ref().map(accept_local),
-                Some(number) => self.listeners.tcp.get(number).map(accept_remote),
+                None => self.listeners.unix.as_ref().map(accept_unix_connection),
+                Some(number) => self.listeners.tcp.get(number).map(accept_tcp_connection),
             };
             let Some(accepted) = accepted else { return };
             match accepted {
@@ -358,14 +358,14 @@ impl MeshService {
         let verdicts: Vec<_> = self
             .watched
             .iter_mut()
-            .map(|(token, watch)| (*token, watch.check_liveness(lived, timeout)))
+            .map(|(token, watch)| (*token, watch.send_and_check_heartbeat(lived, timeout)))
             .collect();
         for (token, verdict) in verdicts {
             self.apply_liveness(token, verdict);
         }
         self.monitored_connections.retain(|_, path| path.connection.strong_count() > 0);
         self.retired
-            .retain(|retired| retired.peer.loss_error().is_none() && is_socket_needed(retired));
+            .retain(|retired| retired.peer.loss_error().is_none() && drain_retired_socket(retired));
         for (peer, silent) in self.silent_connections(lived) {
             let reason =
                 format!("nothing that was sent to it in the last {silent:.1?} was confirmed");
@@ -390,7 +390,7 @@ impl MeshService {
         let look = |path: &mut MonitoredConnection| {
             let connection = path.connection.upgrade()?;
             let sight =
-                TcpInfoSnapshot::query_socket(connection.sockets().get(path.number)?).ok()?;
+                TcpInfoSnapshot::query_tcp_info(connection.sockets().get(path.number)?).ok()?;
             let silent = path.silence.update_silence(lived, sight);
             (silent + 2 * lived >= limit).then(|| (Arc::clone(connection.peer()), silent))
         };
@@ -403,13 +403,13 @@ impl MeshService {
     }
 }
 
-fn accept_local(listener: &UnixListener) -> io::Result<(OwnedFd, Option<IpAddr>)> {
+fn accept_unix_connection(listener: &UnixListener) -> io::Result<(OwnedFd, Option<IpAddr>)> {
     let (stream, _) = listener.accept()?;
     stream.set_nonblocking(true)?;
     Ok((OwnedFd::from(stream), None))
 }
 
-fn accept_remote(listener: &TcpListener) -> io::Result<(OwnedFd, Option<IpAddr>)> {
+fn accept_tcp_connection(listener: &TcpListener) -> io::Result<(OwnedFd, Option<IpAddr>)> {
     let (stream, from) = listener.accept()?;
     stream.set_nonblocking(true)?;
     stream.set_nodelay(true)?;
@@ -439,7 +439,7 @@ fn choose_evicted_connection(
 
 /// Discards the bytes that arrived on a retired socket, because a peer may close its end only after
 /// it has sent everything. Returns whether the socket is still needed.
-fn is_socket_needed(retired: &RetiredSocket) -> bool {
+fn drain_retired_socket(retired: &RetiredSocket) -> bool {
     let mut scrap = vec![0; DISCARD_READ_LIMITS.0];
     for _ in 0..DISCARD_READ_LIMITS.1 {
         match recv(&retired.socket, &mut scrap[..], RecvFlags::DONTWAIT) {
@@ -448,7 +448,7 @@ fn is_socket_needed(retired: &RetiredSocket) -> bool {
             Err(_) => return false,
         }
     }
-    TcpInfoSnapshot::query_socket(&retired.socket).is_ok_and(|sight| !sight.end_confirmed)
+    TcpInfoSnapshot::query_tcp_info(&retired.socket).is_ok_and(|sight| !sight.end_confirmed)
 }
 
 fn register_readable(epoll: &OwnedFd, source: impl AsFd, token: u64) -> Result<()> {

@@ -54,12 +54,12 @@ impl ServiceInbox {
         })
     }
 
-    pub(crate) fn queue_watch(&self, watch: PeerWatch) {
+    pub(crate) fn queue_peer_watch(&self, watch: PeerWatch) {
         self.watches.lock().push(watch);
         self.wake_service();
     }
 
-    pub(crate) fn take_watches(&self) -> Vec<PeerWatch> {
+    pub(crate) fn take_peer_watches(&self) -> Vec<PeerWatch> {
         std::mem::take(&mut *self.watches.lock())
     }
 

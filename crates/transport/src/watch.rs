@@ -186,7 +186,11 @@ impl PeerWatch {
 
     /// Sends a heartbeat to the peer, and checks the last one of the peer. `lived` is the time
     /// since the last check that this process ran.
-    pub(crate) fn check_liveness(&mut self, lived: Duration, timeout: Duration) -> PeerLiveness {
+    pub(crate) fn send_and_check_heartbeat(
+        &mut self,
+        lived: Duration,
+        timeout: Duration,
+    ) -> PeerLiveness {
         self.silent += lived;
         let pid = match &mut self.liveness_source {
             LivenessSource::Local { bell, last_heartbeat_count, pid, .. } => {

@@ -123,7 +123,7 @@ impl ViewerSite {
             "url": found.directory.url(),
             "explanation": explain_record(&record, &found.files),
             "record": record,
-            "fingerprint": record::read_fingerprint(&found.directory, &found.files),
+            "fingerprint": record::read_run_arguments(&found.directory, &found.files),
             "files": files,
         })))
     }

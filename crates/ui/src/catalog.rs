@@ -39,10 +39,10 @@ pub(crate) struct FoundRun {
 
 /// Every source, with its known facts.
 #[derive(Debug)]
-pub(crate) struct RunCatalog(Vec<(RunSource, Mutex<KnownRuns>)>);
+pub(crate) struct RunCatalog(Vec<(RunSource, Mutex<CachedRunsOfSource>)>);
 
 #[derive(Debug, Default)]
-struct KnownRuns {
+struct CachedRunsOfSource {
     refreshed_at: Option<Instant>,
     runs: BTreeMap<String, CatalogRun>,
 }
@@ -105,7 +105,7 @@ impl RunCatalog {
     }
 }
 
-impl KnownRuns {
+impl CachedRunsOfSource {
     fn refresh_runs(&mut self, index: usize, source: &RunSource) -> Result<()> {
         if self.refreshed_at.is_some_and(|at| at.elapsed() < source.max_listing_age()) {
             return Ok(());

@@ -31,12 +31,12 @@ pub(crate) fn format_csv(runs: &[(String, Arc<RunSeries>)]) -> Result<String> {
     let mut table = String::from("run,epoch,time");
     for name in &names {
         table.push(',');
-        table.push_str(&quote_field(name));
+        table.push_str(&quote_csv_field(name));
     }
     // The line end of CSV (RFC 4180), which Excel expects.
     table.push_str("\r\n");
     for (run, series) in runs {
-        let run = quote_field(run);
+        let run = quote_csv_field(run);
         for row in 0..series.len() {
             table.push_str(&run);
             append_number(&mut table, series.epoch[row]);
@@ -63,7 +63,7 @@ fn append_number(table: &mut String, value: f64) {
 
 /// Returns a text as a field. One that a spreadsheet would take for a formula begins with an
 /// apostrophe.
-fn quote_field(text: &str) -> String {
+fn quote_csv_field(text: &str) -> String {
     // The characters of OWASP's page on CSV injection.
     let formula = text.starts_with(['=', '+', '-', '@', '\t', '\r']);
     let text = format!("{}{text}", if formula { "'" } else { "" });

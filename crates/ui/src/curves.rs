@@ -133,7 +133,7 @@ impl SeriesCache {
             let series = self.load_series(found, file)?;
             let x = if window.by_seconds { &series.seconds } else { &series.epoch };
             for (name, column) in &series.columns {
-                let (x, y) = column.curve_over(x);
+                let (x, y) = column.curve_with_gap_marks(x);
                 let smoothed = (window.weight > 0.0).then(|| smooth_values(&y, window.weight));
                 let y = smoothed.as_deref().unwrap_or(&y);
                 let curve = downsample_curve(&x, y, window.from, window.to, window.pixels);

@@ -69,7 +69,7 @@ pub(crate) fn read_record(directory: &Store, files: &RunFiles) -> Result<Map<Str
 }
 
 /// Returns the arguments of a run: each part's name and a short description.
-pub(crate) fn read_fingerprint(directory: &Store, files: &RunFiles) -> BTreeMap<String, String> {
+pub(crate) fn read_run_arguments(directory: &Store, files: &RunFiles) -> BTreeMap<String, String> {
     // A damaged fingerprint ends the next fit with this run, which names the file.
     let summary = read_json_object(directory, files, FINGERPRINT_FILE).unwrap_or_default();
     let parts = summary.get("parts").and_then(Value::as_array).into_iter().flatten();
@@ -113,7 +113,7 @@ pub(crate) fn summarize_run(
         Ok(record) => (record, None),
         Err(error) => (Map::new(), Some(error.to_string())),
     };
-    let of = |name: &str| text_value(record.get(name));
+    let of = |name: &str| json_text_value(record.get(name));
     let number = |name: &str| record.get(name).and_then(Value::as_f64);
     let mut summary = RunSummary {
         run,
@@ -121,7 +121,7 @@ pub(crate) fn summarize_run(
         state: of("state"),
         what: of("what"),
         model: of("model"),
-        data: text_value(record.get("data").and_then(|data| data.get("told"))),
+        data: json_text_value(record.get("data").and_then(|data| data.get("told"))),
         user: of("user"),
         reason: problem.unwrap_or_else(|| of("reason")),
         started: number("started"),
@@ -131,7 +131,7 @@ pub(crate) fn summarize_run(
         done: number("done"),
         size: number("size"),
         restarts: number("restarts"),
-        last: number_map(record.get("last")),
+        last: json_number_map(record.get("last")),
         best: recorded_best_epoch(record.get("best")),
         heartbeat: number("heartbeat").unwrap_or(0.0),
     };
@@ -140,21 +140,21 @@ pub(crate) fn summarize_run(
         summary.name = if id.is_empty() { directory_name(directory) } else { id.to_owned() };
     }
     if record.is_empty() {
-        complete_from_history(&mut summary, directory, files);
+        complete_summary_from_history(&mut summary, directory, files);
     }
     summary
 }
 
 /// Completes the summary of a run without a record from its history and fingerprint.
-fn complete_from_history(summary: &mut RunSummary, directory: &Store, files: &RunFiles) {
-    let parts = read_fingerprint(directory, files);
+fn complete_summary_from_history(summary: &mut RunSummary, directory: &Store, files: &RunFiles) {
+    let parts = read_run_arguments(directory, files);
     let part = |name: &str| parts.get(name).cloned().unwrap_or_default();
     (summary.model, summary.data) = (part("model"), part("training data"));
-    let time = |name: &str| files.get(name).and_then(|stamp| stamp_milliseconds(*stamp));
+    let time = |name: &str| files.get(name).and_then(|stamp| file_stamp_milliseconds(*stamp));
     summary.started = time(FINGERPRINT_FILE);
-    summary.updated = time(HISTORY_FILE)
-        .or(summary.started)
-        .or_else(|| files.values().filter_map(|stamp| stamp_milliseconds(*stamp)).reduce(f64::max));
+    summary.updated = time(HISTORY_FILE).or(summary.started).or_else(|| {
+        files.values().filter_map(|stamp| file_stamp_milliseconds(*stamp)).reduce(f64::max)
+    });
     let fits = files.get(HISTORY_FILE).is_some_and(|(bytes, _)| *bytes <= MAX_SERIES_BYTES);
     let history = if fits { directory.read(HISTORY_FILE).ok() } else { None };
     if let Some(series) = history.and_then(|history| series::parse_history(&history).ok()) {
@@ -180,7 +180,7 @@ fn last_epoch_values(series: &RunSeries) -> BTreeMap<String, f64> {
 fn best_epoch(series: &RunSeries) -> Option<BestEpoch> {
     // The validation loss comes first, because the training loss hides overfitting.
     let name = ["val_loss", "loss"].into_iter().find(|name| series.columns.contains_key(*name))?;
-    let (epochs, values) = series.columns.get(name)?.curve_over(&series.epoch);
+    let (epochs, values) = series.columns.get(name)?.curve_with_gap_marks(&series.epoch);
     let rows = epochs.iter().zip(values.iter()).filter(|(_, value)| value.is_finite());
     let (epoch, value) = rows.min_by(|a, b| a.1.total_cmp(b.1))?;
     Some(BestEpoch { name: name.to_owned(), value: *value, epoch: *epoch })
@@ -200,11 +200,11 @@ fn directory_name(directory: &Store) -> String {
     url.trim_end_matches('/').rsplit('/').next().unwrap_or_default().to_owned()
 }
 
-fn stamp_milliseconds(stamp: FileStamp) -> Option<f64> {
+fn file_stamp_milliseconds(stamp: FileStamp) -> Option<f64> {
     Some(stamp.1?.duration_since(UNIX_EPOCH).ok()?.as_secs_f64() * 1e3)
 }
 
-fn text_value(value: Option<&Value>) -> String {
+fn json_text_value(value: Option<&Value>) -> String {
     match value {
         // By characters, because bytes could end within one.
         Some(Value::String(text)) => text.chars().take(MAX_TEXT_CHARS).collect(),
@@ -212,7 +212,7 @@ fn text_value(value: Option<&Value>) -> String {
     }
 }
 
-fn number_map(value: Option<&Value>) -> BTreeMap<String, f64> {
+fn json_number_map(value: Option<&Value>) -> BTreeMap<String, f64> {
     let map = value.and_then(Value::as_object).into_iter().flatten();
     map.filter_map(|(name, value)| Some((name.clone(), value.as_f64()?))).collect()
 }
@@ -221,7 +221,7 @@ fn recorded_best_epoch(value: Option<&Value>) -> Option<BestEpoch> {
     let value = value?;
     let number = |name: &str| value.get(name).and_then(Value::as_f64);
     Some(BestEpoch {
-        name: text_value(value.get("name")),
+        name: json_text_value(value.get("name")),
         value: number("value")?,
         epoch: number("epoch")?,
     })

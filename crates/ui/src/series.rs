@@ -35,7 +35,10 @@ impl MetricColumn {
     }
 
     /// Returns `x` and `y` of a curve: all numbers, and one NaN in each gap between them.
-    pub(crate) fn curve_over<'a>(&'a self, x: &'a [f64]) -> (Cow<'a, [f64]>, Cow<'a, [f64]>) {
+    pub(crate) fn curve_with_gap_marks<'a>(
+        &'a self,
+        x: &'a [f64],
+    ) -> (Cow<'a, [f64]>, Cow<'a, [f64]>) {
         if self.rows.len() == x.len() {
             return (Cow::Borrowed(x), Cow::Borrowed(&self.values));
         }
@@ -281,11 +284,14 @@ not a line
             })
             .collect();
         let series = parse_steps(&text).unwrap();
-        let (x, y) = series.columns["x"].curve_over(&series.epoch);
+        let (x, y) = series.columns["x"].curve_with_gap_marks(&series.epoch);
         assert_eq!(&*x, [1.0, 2.0, 3.0, 5.0, 6.0, 7.0]);
         let shown: Vec<_> = y.iter().map(|value| value.is_finite().then_some(*value)).collect();
         assert_eq!(shown, [Some(1.0), Some(2.0), None, Some(5.0), None, Some(7.0)]);
-        assert!(matches!(series.columns["loss"].curve_over(&series.epoch), (Cow::Borrowed(_), _)));
+        assert!(matches!(
+            series.columns["loss"].curve_with_gap_marks(&series.epoch),
+            (Cow::Borrowed(_), _)
+        ));
     }
 
     /// A line with a new name each takes memory in proportion to the file: rows x names would be

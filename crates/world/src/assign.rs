@@ -94,7 +94,7 @@ pub fn assign_in_task_order(
     if sorted.is_empty() {
         return Err(Error::RankOutOfRange { rank: Rank(0), size: 0 });
     }
-    Ok(world_in_order(generation, sorted))
+    Ok(world_from_ordered_placements(generation, sorted))
 }
 
 /// Gives the tasks ranks in the order of `places`, whatever the hosts: for a world that keeps the
@@ -114,11 +114,11 @@ pub fn assign_ranks_as_listed(
     if places.is_empty() {
         return Err(Error::RankOutOfRange { rank: Rank(0), size: 0 });
     }
-    Ok(world_in_order(generation, places.iter().collect()))
+    Ok(world_from_ordered_placements(generation, places.iter().collect()))
 }
 
 /// Returns the world whose ranks are the positions in `places`.
-fn world_in_order(generation: Generation, places: Vec<&TaskPlacement>) -> World {
+fn world_from_ordered_placements(generation: Generation, places: Vec<&TaskPlacement>) -> World {
     let mut local_sizes: HashMap<&HostHash, u32> = HashMap::new();
     let mut cross_sizes: HashMap<u32, u32> = HashMap::new();
     let mut seats = Vec::with_capacity(places.len());

@@ -59,7 +59,7 @@ const NAME_EXCEPTIONS: [NameException; 7] = [
     // The capsule `farandole.door` has a public name, and its crate is called like it.
     NameException { path: "crates/", name: "farandole_door" },
     NameException { path: "python/src/", name: "door" },
-    NameException { path: "python/src/", name: "door_capsule" },
+    NameException { path: "python/src/", name: "engine_table_capsule" },
     // A message of the registrar's protocol, in generated code.
     NameException { path: "crates/registrar/src/server/formation.rs", name: "Elsewhere" },
     NameException { path: "crates/registrar/src/client/formation.rs", name: "Elsewhere" },

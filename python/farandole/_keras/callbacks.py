@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-def sync_jax_state(model: Any) -> None:
+def write_jax_state_to_model(model: Any) -> None:
     """Puts a running fit's state into the model's variables: on JAX it is kept apart."""
     sync = getattr(model, "jax_state_sync", None)
     if sync is not None:
@@ -70,7 +70,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         """Broadcasts if that has not been."""
         del batch, logs
         if not self.broadcast_done:
-            sync_jax_state(self.model)
+            write_jax_state_to_model(self.model)
             self._broadcast_variables()
 
     def _broadcast_variables(self) -> None:
@@ -210,7 +210,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     def _current_learning_rate(self) -> float:
         model: Any = self.model
-        sync_jax_state(model)
+        write_jax_state_to_model(model)
         return float(as_array(model.optimizer.learning_rate))
 
     def _adjust_learning_rate(self, epoch: float) -> None:

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 import farandole.numpy as arrays
-from farandole._keras.callbacks import sync_jax_state
+from farandole._keras.callbacks import write_jax_state_to_model
 from farandole._keras.values import as_array, broadcast_variables
 from farandole.common import basics
 from farandole.common.elastic import ObjectState
@@ -46,7 +46,7 @@ class KerasState(ObjectState):
         self._snapshot_variables()
 
     def _shared_variables(self) -> list[Any]:
-        sync_jax_state(self.model)
+        write_jax_state_to_model(self.model)
         return [*self.model.weights, *([] if self.optimizer is None else self.optimizer.variables)]
 
     def _snapshot_variables(self) -> None:
@@ -66,7 +66,7 @@ class KerasState(ObjectState):
 
     def restore(self) -> None:
         """Restores the last saved state."""
-        sync_jax_state(self.model)
+        write_jax_state_to_model(self.model)
         for variable, value in self._variable_snapshots:
             variable.assign(value)
         super().restore()
@@ -81,7 +81,7 @@ class KerasState(ObjectState):
         return [value for _, value in self._variable_snapshots]
 
     def _apply_arrays(self, arrays: list[Any]) -> None:
-        sync_jax_state(self.model)
+        write_jax_state_to_model(self.model)
         for (variable, known), value in zip(self._variable_snapshots, arrays, strict=True):
             variable.assign(value.view(known.dtype))
 

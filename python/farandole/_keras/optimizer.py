@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from farandole._keras.settings import Settings
 
 
-class OptimizerDistribution:
+class DistributedOptimizerState:
     """Makes an optimizer distributed.
 
     Args:
@@ -37,7 +37,7 @@ class OptimizerDistribution:
         self.variables: list[Any] = []
 
     @property
-    def accumulation_factor(self) -> float:
+    def accumulated_gradient_scale(self) -> float:
         """Multiplies accumulated gradients, which Keras has averaged."""
         passes = self.settings.backward_passes_per_step
         return 1.0 if self.settings.average_aggregated_gradients else float(passes)
@@ -46,7 +46,7 @@ class OptimizerDistribution:
 class _DistributedOptimizerMixin:
     """Mixed in before an optimizer's own class."""
 
-    _farandole: OptimizerDistribution
+    _farandole: DistributedOptimizerState
     _farandole_settings: Settings
     _farandole_kind: Any
 
@@ -104,7 +104,7 @@ class _DistributedOptimizerMixin:
         reducer, variables, factor = (
             distribution.reducer,
             distribution.variables,
-            distribution.accumulation_factor,
+            distribution.accumulated_gradient_scale,
         )
 
         def reduce_scaled(grads: list[Any]) -> list[Any]:
@@ -238,7 +238,7 @@ def distribute_optimizer(optimizer: Any, settings: Settings) -> Any:
     return new
 
 
-def _create_subclass_instance(optimizer: Any, mixed_in: type, settings: Settings) -> Any:
+def _rebuild_as_mixed_subclass(optimizer: Any, mixed_in: type, settings: Settings) -> Any:
     """Returns an instance of a subclass that looks like the optimizer's own class.
 
     The instance is made without __init__ and gets the old optimizer's state: variables, slots and
@@ -259,14 +259,14 @@ def _create_subclass_instance(optimizer: Any, mixed_in: type, settings: Settings
 
 def _distribute_plain_optimizer(optimizer: Any, settings: Settings) -> Any:
     patches.install_patches()
-    new = _create_subclass_instance(optimizer, _DistributedOptimizerMixin, settings)
-    new.__dict__["_farandole"] = OptimizerDistribution(settings)
+    new = _rebuild_as_mixed_subclass(optimizer, _DistributedOptimizerMixin, settings)
+    new.__dict__["_farandole"] = DistributedOptimizerState(settings)
     return new
 
 
 def _distribute_loss_scale_optimizer(optimizer: Any, settings: Settings) -> Any:
     patches.install_patches()
-    new = _create_subclass_instance(optimizer, _LossScaleMixin, settings)
+    new = _rebuild_as_mixed_subclass(optimizer, _LossScaleMixin, settings)
     inner = _distribute_plain_optimizer(
         optimizer.inner_optimizer, dataclasses.replace(settings, name=None)
     )

@@ -67,7 +67,7 @@ def _patch_jit_compile_choice() -> None:
         if is_distributed_on_tensorflow(model):
             from farandole.tensorflow import splitting, xla  # noqa: PLC0415 - the backend
 
-            return (xla.unsupported_reason() is None or splitting.is_split_possible()) and supports(
+            return (xla.xla_unsupported_reason() is None or splitting.is_split_possible()) and supports(
                 model
             )
         return supports(model)
@@ -78,7 +78,7 @@ def _patch_jit_compile_choice() -> None:
             from farandole.tensorflow import xla  # noqa: PLC0415 - the backend
 
             # A split step is for callers that ask for it.
-            return xla.unsupported_reason() is None
+            return xla.xla_unsupported_reason() is None
         return chosen
 
     trainer.model_supports_jit = model_supports_jit

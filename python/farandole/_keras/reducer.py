@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import keras
 
 from farandole.common import basics
-from farandole.common.reduction import check_groups, partition_gradients, predivide_factors
+from farandole.common.reduction import groups_by_variable_key, partition_gradients, predivide_factors
 from farandole.common.util import Min, Sum
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class _BaseKerasReducer:
         self.compression = settings.compression or Compression.none
         self.op = settings.op
         self.factors = predivide_factors(settings.gradient_predivide_factor, settings.op)
-        self.groups = check_groups(settings.groups, id)
+        self.groups = groups_by_variable_key(settings.groups, id)
         self.process_set = settings.process_set
         self.scale_local_gradients = settings.scale_local_gradients
         self.local: set[int] = set()

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
-class _IterationTrackingList(list[Any]):
+class _LastVisitedVariableList(list[Any]):
     """A list of variables that records the variable that an iteration has reached."""
 
     current: Any = None
@@ -40,7 +40,7 @@ def slots_with_owners(optimizer: Any, trained: Sequence[Any]) -> list[tuple[Any,
         ValueError: When the optimizer cannot be made of its configuration.
     """
     kind: Any = getattr(type(optimizer), "_farandole_kind", type(optimizer))
-    watched = _IterationTrackingList(trained)
+    watched = _LastVisitedVariableList(trained)
     owners: dict[int, int] = {}
 
     class RebuiltOptimizer(kind):

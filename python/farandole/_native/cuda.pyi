@@ -18,7 +18,7 @@ def cuda_inventory(named: str, packages: list[str], /) -> list[tuple[str, bool, 
 def has_driver_and_nccl_version(packages: list[str], /) -> tuple[bool, int]:
     """Returns whether there is a driver, and the version code of NCCL; 0 if either is missing."""
 
-def packed_bytes(counts: list[int], number: int, /) -> int:
+def packed_buffer_bytes(counts: list[int], number: int, /) -> int:
     """Bytes of the buffer that tensors of so many elements are packed into."""
 
 @final

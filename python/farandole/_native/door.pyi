@@ -4,7 +4,7 @@
 
 from typing import Any
 
-def door_capsule() -> Any:
+def engine_table_capsule() -> Any:
     """A capsule named `farandole.door` with the table's address, which stays valid until the
     process ends.
     """

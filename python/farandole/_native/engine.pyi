@@ -49,7 +49,7 @@ class GatheredTensor:
     def rows(self) -> list[int]:
         """Rows each member gave, in member order; after an all-to-all: gave to this rank."""
 
-    def fetch_into(self, address: int, stream: int, /) -> None:
+    def queue_copy_and_free(self, address: int, stream: int, /) -> None:
         """Lets a stream of the GPU move the bytes to an address there, after the work that makes
         them. Once only.
         """
@@ -74,7 +74,7 @@ class SharedTensorMemory:
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 @final
-class DeviceMemory:
+class RegisteredDeviceMemory:
     """Memory of a GPU that NCCL has given and its communicators register, as bytes by the CUDA
     array interface.
     """
@@ -92,7 +92,7 @@ class PendingDeviceResult:
 
     @property
     def outcome(self) -> GatheredTensor | None: ...
-    def hold_stream(self, stream: int, /) -> None:
+    def make_gpu_stream_wait(self, stream: int, /) -> None:
         """Makes all later work on this stream of the GPU wait for the result. Returns at once."""
 
     def is_ready(self) -> bool:
@@ -106,8 +106,8 @@ def init(
     /,
 ) -> bool: ...
 def host_registrar(size: int, one_host: bool, /) -> str: ...
-def memory_identity() -> str: ...
-def rank_holder_variable() -> tuple[str, str] | None: ...
+def shared_memory_identity() -> str: ...
+def rank_not_inherited_variable() -> tuple[str, str] | None: ...
 def host_changes() -> list[tuple[float, int]]:
     """Changes of hosts in an elastic job since the last call: when, in seconds, and bits (1
     removed, 2 added).
@@ -131,7 +131,7 @@ def copy_memory(copies: list[tuple[int, int, int]], /) -> None:
 LARGE_MEMORY: int
 """Bytes from which on glibc and the engine take memory from the system anew."""
 
-def prepare_memory(address: int, bytes: int, /) -> None:  # noqa: A002 - positional only
+def advise_large_pages(address: int, bytes: int, /) -> None:  # noqa: A002 - positional only
     """Asks the system for large pages in memory of so many bytes that is not used yet."""
 
 def allreduce(
@@ -233,7 +233,7 @@ def open_device(ordinal: int, packages: Sequence[str], /) -> bool:
     not to.
     """
 
-def device_memory(ordinal: int, stream: int, bytes: int, /) -> DeviceMemory | None:  # noqa: A002 - positional only
+def allocate_registered_memory(ordinal: int, stream: int, bytes: int, /) -> RegisteredDeviceMemory | None:  # noqa: A002 - positional only
     """Memory that communicators of NCCL register, for work in the order of a stream.
 
     `None` when none is asked for, or NCCL gives none; `FarandoleInternalError` when there is none

@@ -32,11 +32,11 @@ def log_settings() -> tuple[int, bool, bool]:
         ValueError: When a variable cannot be read.
     """
 
-def start_capture(number: int, hide_time: bool, /) -> bool:
+def start_log_capture(number: int, hide_time: bool, /) -> bool:
     """Keeps events from a level on; whether the caller is to begin taking them."""
 
-def take_records(seconds: int, /) -> tuple[list[EngineLogRecord], int] | None:
+def take_log_records(seconds: int, /) -> tuple[list[EngineLogRecord], int] | None:
     """Waits for events; those that came, and how many were lost before them. `None` after `end`."""
 
-def end_capture() -> None:
+def end_log_capture() -> None:
     """Lets the last `take` return; later events go to stderr."""

@@ -58,15 +58,15 @@ class Store:
         """Raises a `RuntimeError` that names the directory if this lease of it is gone."""
     def downgrade_lease(self, lease: str) -> str:
         """Makes the own lease a mark of use beside others; a lost one raises a `RuntimeError`."""
-    def empty_directory(self, lease: str) -> int:
+    def delete_content_keep_lease(self, lease: str) -> int:
         """Deletes the content of a directory that this process has taken, except marks and the sign
         of a preparation; returns the number of deleted files. Raises a `RuntimeError` if the lease
         is gone. Nothing is deleted through a symbolic link, the directory itself included.
         """
-    def clear_directory(self, lease: str) -> int:
+    def delete_content_and_lease(self, lease: str) -> int:
         """Deletes the content of a directory that this process has taken, and lets go of it;
         returns the number of deleted files. Files that another process has there by then stay.
-        Raises errors like `empty_directory`.
+        Raises errors like `delete_content_keep_lease`.
         """
     def is_free(self) -> bool:
         """Returns whether no living process uses or reserves the directory."""

@@ -107,7 +107,7 @@ def init(
             were started together do not meet: it never forms a world of one instead.
         FarandoleInternalError: When a peer failed while the world formed.
     """
-    from farandole.common.process_sets import register_initial_sets  # noqa: PLC0415 - it imports this module
+    from farandole.common.process_sets import record_initial_set_numbers  # noqa: PLC0415 - it imports this module
 
     if isinstance(process_sets, str) and process_sets != "dynamic":
         raise ValueError(
@@ -129,7 +129,7 @@ def init(
         stacks.start_stack_server()  # a process alone gets no question about its stack
     for reset in _init_callbacks:
         reset()
-    register_initial_sets(sets)
+    record_initial_set_numbers(sets)
     atexit.unregister(_leave_at_exit)
     atexit.register(_leave_at_exit)
 
@@ -151,7 +151,7 @@ def _begin_session(
     with notices.handle_notice_signals():  # a spare waits here for as long as the job lasts
         if not engine.init(members, process_sets, dynamic, world_ticket):
             return False
-    holder = engine.rank_holder_variable()
+    holder = engine.rank_not_inherited_variable()
     if holder is not None:
         os.environ[holder[0]] = holder[1]
     return True
@@ -164,7 +164,7 @@ def _agree_on_world_ticket(comm: MpiCommunicator) -> tuple[str, int]:
     if not comm:
         raise ValueError("comm is MPI.COMM_NULL: this process is not in the communicator")
     rank = comm.Get_rank()
-    hosts = comm.allgather(engine.memory_identity())
+    hosts = comm.allgather(engine.shared_memory_identity())
     ticket, failure = "", None
     if rank == 0:
         try:

@@ -3,8 +3,8 @@
 """Checks of arguments.
 
 A check is a function of an argument's name and value. It returns the value in its canonical form,
-or raises an error that names the argument. `integer_at_least`, `one_of`,
-`optional_value`, `deprecated_argument` and `converted_by` return a check.
+or raises an error that names the argument. `make_minimum_check`, `make_choice_check`,
+`make_optional_check`, `make_deprecated_check` and `make_conversion_check` return a check.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 Check = Callable[[str, Any], Any]
 
 
-def any_value(name: str, value: Any) -> Any:
+def accept_any_value(name: str, value: Any) -> Any:
     """Any value: whether it is good depends on other arguments."""
     del name
     return value
 
 
-def integer_at_least(minimum: int) -> Callable[[str, Any], int]:
+def make_minimum_check(minimum: int) -> Callable[[str, Any], int]:
     """Returns a whole number, `minimum` or more."""
 
     def check_integer(name: str, value: Any) -> int:
@@ -36,7 +36,7 @@ def integer_at_least(minimum: int) -> Callable[[str, Any], int]:
     return check_integer
 
 
-def whole_number(name: str, value: Any, minimum: int = 1) -> int:
+def check_whole_number(name: str, value: Any, minimum: int = 1) -> int:
     """Returns a whole number, `minimum` or more; anything else is a `ValueError`."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < minimum:
         raise ValueError(f"{name} must be a whole number, {minimum} or more: {value!r}")
@@ -45,13 +45,13 @@ def whole_number(name: str, value: Any, minimum: int = 1) -> int:
 
 def byte_count(name: str, value: Any) -> int:
     """Returns a whole number of bytes, which fits 63 bits."""
-    number = integer_at_least(0)(name, value)
+    number = make_minimum_check(0)(name, value)
     if number >= 1 << 63:
         raise ValueError(f"{name} must be less than 2**63 bytes: {value}")
     return number
 
 
-def positive_number(name: str, value: Any) -> float:
+def check_positive_number(name: str, value: Any) -> float:
     """Returns a number above zero."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number: {value!r}")
@@ -60,21 +60,21 @@ def positive_number(name: str, value: Any) -> float:
     return float(value)
 
 
-def number_list(name: str, value: Any) -> list[float]:
+def check_number_list(name: str, value: Any) -> list[float]:
     """Returns a list of numbers."""
     if not isinstance(value, list | tuple) or not all(isinstance(item, Real) for item in value):
         raise TypeError(f"{name} must be a list of numbers: {value!r}")
     return [float(item) for item in value]
 
 
-def boolean_flag(name: str, value: Any) -> bool:
+def check_boolean_flag(name: str, value: Any) -> bool:
     """True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False: {value!r}")
     return value
 
 
-def nonempty_text(name: str, value: Any) -> str:
+def check_nonempty_text(name: str, value: Any) -> str:
     """Returns a string that is not empty."""
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a string: {value!r}")
@@ -83,7 +83,7 @@ def nonempty_text(name: str, value: Any) -> str:
     return value
 
 
-def one_of(*options: str) -> Callable[[str, Any], str]:
+def make_choice_check(*options: str) -> Callable[[str, Any], str]:
     """Returns one of a few words."""
 
     def check_choice(name: str, value: Any) -> str:
@@ -109,26 +109,26 @@ def column_names(name: str, value: Any) -> list[str]:
     return list(columns)
 
 
-def column_names_or_none(name: str, value: Any) -> list[str]:
+def check_optional_column_names(name: str, value: Any) -> list[str]:
     """Returns a list of column names, which may be empty."""
     return [] if isinstance(value, list | tuple) and not value else column_names(name, value)
 
 
-def value_list(name: str, value: Any) -> list[Any]:
+def check_value_list(name: str, value: Any) -> list[Any]:
     """Returns a list of anything; one object alone stands for a list of one."""
     if isinstance(value, str | dict):
         raise TypeError(f"{name} must be a list: {value!r}")
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def callable_value(name: str, value: Any) -> Any:
+def check_callable_value(name: str, value: Any) -> Any:
     """Checks that a value can be called."""
     if not callable(value):
         raise TypeError(f"{name} must be a function: {value!r}")
     return value
 
 
-def callable_list(name: str, value: Any) -> list[Any]:
+def check_callable_list(name: str, value: Any) -> list[Any]:
     """Returns a list of functions of (output, label), or of one list of them per label."""
     items = list(value) if isinstance(value, list | tuple) else [value]
     for item in items:
@@ -139,7 +139,7 @@ def callable_list(name: str, value: Any) -> list[Any]:
     return items
 
 
-def shape_list(name: str, value: Any) -> list[list[int]]:
+def check_shape_list(name: str, value: Any) -> list[list[int]]:
     """Returns a list of shapes, one per column."""
     if not isinstance(value, list | tuple) or not all(
         isinstance(shape, list | tuple) for shape in value
@@ -153,12 +153,12 @@ def shape_list(name: str, value: Any) -> list[list[int]]:
     return [[int(size) for size in shape] for shape in value]
 
 
-def optional_value(check: Check) -> Check:
+def make_optional_check(check: Check) -> Check:
     """`None`, or what another check accepts."""
     return lambda name, value: None if value is None else check(name, value)
 
 
-def converted_by(convert: Callable[[Any], Any]) -> Check:
+def make_conversion_check(convert: Callable[[Any], Any]) -> Check:
     """Returns a check that converts the value; a `ValueError` of the conversion gets the
     argument's name.
     """
@@ -172,7 +172,7 @@ def converted_by(convert: Callable[[Any], Any]) -> Check:
     return check_conversion
 
 
-def deprecated_argument(reason: str) -> Check:
+def make_deprecated_check(reason: str) -> Check:
     """Any value, with a warning that it does nothing."""
 
     def warn_deprecated(name: str, value: Any) -> Any:

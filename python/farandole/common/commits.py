@@ -74,7 +74,7 @@ class StoredCommits:
                 this process its key.
         """
         self._lease.acquire_lease()
-        self._run_store_with_key()
+        self._keyed_run_store()
 
     def hand_over_lease(self) -> None:
         """Leaves the lease to the process of this job that is rank 0 now."""
@@ -101,7 +101,7 @@ class StoredCommits:
         """
         return self._last_started == commits and self._failure is None
 
-    def start_write(
+    def start_commit_write(
         self, commits: int, pack: Callable[[], bytes], done: Callable[[], None]
     ) -> None:
         """Writes a commit in another thread.
@@ -119,7 +119,7 @@ class StoredCommits:
                     data = pack()
                 finally:
                     done()
-                run = self._run_store_with_key()
+                run = self._keyed_run_store()
                 self._lease.renew_or_raise()
                 run.write_checkpoint(run.checkpoint_filename, data)
             except Exception as error:  # noqa: BLE001 - training continues; its end raises it
@@ -131,7 +131,7 @@ class StoredCommits:
         self._thread = threading.Thread(target=write_commit, name="farandole-commits", daemon=True)
         self._thread.start()
 
-    def wait_for_write(self) -> Exception | None:
+    def wait_for_commit_write(self) -> Exception | None:
         """Waits for the commit in progress; returns the error of the last one, if any."""
         if self._thread is not None:
             self._thread.join()
@@ -143,9 +143,9 @@ class StoredCommits:
         Raises:
             ValueError: There are some, and none of them can be used.
         """
-        return self._run_store_with_key().resume()
+        return self._keyed_run_store().resume()
 
-    def _run_store_with_key(self) -> RemoteStore:
+    def _keyed_run_store(self) -> RemoteStore:
         """Returns the paths of the run, with the key that signs its commits.
 
         If the driver has the secret, this process requests the key from it once.
@@ -155,12 +155,12 @@ class StoredCommits:
         """
         from farandole.stores import run_keys  # noqa: PLC0415 - few states have a store
 
-        if self._remote.run_key is None and run_keys.must_ask_driver():
+        if self._remote.run_key is None and run_keys.must_request_key_from_driver():
             self._remote = replace(self._remote, run_key=run_keys.request_run_key(self.run_id))
         return self._remote
 
 
-def pack_commit(arrays: Sequence[Any], plain: dict[str, Any]) -> bytes:
+def pack_commit_archive(arrays: Sequence[Any], plain: dict[str, Any]) -> bytes:
     """Returns a zip archive of arrays and plain values.
 
     Args:
@@ -180,7 +180,7 @@ def pack_commit(arrays: Sequence[Any], plain: dict[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def unpack_commit(data: bytes) -> tuple[list[Any], dict[str, Any]]:
+def unpack_commit_archive(data: bytes) -> tuple[list[Any], dict[str, Any]]:
     """Inverts `pack`; runs no code.
 
     Args:
@@ -195,7 +195,7 @@ def unpack_commit(data: bytes) -> tuple[list[Any], dict[str, Any]]:
     from farandole.stores import durable, small_files  # noqa: PLC0415 - few states have a store
 
     source_name = "a commit"
-    with small_files.name_damage(source_name):
+    with small_files.raise_as_damaged_file(source_name):
         damage = durable.find_damage(data)
         if damage is not None:
             raise ValueError(damage)
@@ -212,7 +212,7 @@ def is_json_value(value: Any) -> bool:
         return False
 
 
-def check_plain_values(
+def refuse_unstorable_values(
     values: dict[str, Any], is_plain: Callable[[Any], bool], allowed: str
 ) -> None:
     """Refuses attributes that a store cannot give back without running code.

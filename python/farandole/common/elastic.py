@@ -128,7 +128,7 @@ class State:
         """
         self.save()
         self._commits += 1
-        self._write_if_due()
+        self._write_commit_if_due()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -167,19 +167,19 @@ class State:
     def reset(self) -> None:
         """Adapts to a new world; nothing to do by default."""
 
-    def _write_if_due(self) -> None:
+    def _write_commit_if_due(self) -> None:
         """Writes the last commit if it is due."""
         if self._stored_commits is None:
             return
         self._is_writer = self._rank() == 0
         if self._is_writer and self._stored_commits.is_due(self._commits):
-            self._start_write(self._stored_commits)
+            self._start_commit_write(self._stored_commits)
 
-    def _start_write(self, stored: StoredCommits) -> None:
+    def _start_commit_write(self, stored: StoredCommits) -> None:
         lent = self._pin_commit()
-        stored.start_write(self._commits, lambda: self._pack_commit(lent), self._unpin_commit)
+        stored.start_commit_write(self._commits, lambda: self._pack_commit(lent), self._unpin_commit)
 
-    def _finish_writing(self) -> None:
+    def _finish_commit_writes(self) -> None:
         """Returns when the last commit is in the store.
 
         Raises:
@@ -188,19 +188,19 @@ class State:
         if self._stored_commits is None:
             return
         self._wait_for_copies()
-        failure = self._stored_commits.wait_for_write()
+        failure = self._stored_commits.wait_for_commit_write()
         if self._is_writer and not self._stored_commits.is_written(self._commits):
-            self._start_write(self._stored_commits)
-            failure = self._stored_commits.wait_for_write()
+            self._start_commit_write(self._stored_commits)
+            failure = self._stored_commits.wait_for_commit_write()
         if failure is not None:
             raise failure
 
-    def _wait_for_write(self) -> None:
+    def _wait_for_commit_write(self) -> None:
         """Waits for a commit that is being written: this process may end, and another one write."""
         if self._stored_commits is not None:
             with contextlib.suppress(RuntimeError):
                 self._wait_for_copies()
-            self._stored_commits.wait_for_write()
+            self._stored_commits.wait_for_commit_write()
 
     def _hand_over_lease(self) -> None:
         """Leaves the run to the next rank 0 of this job."""
@@ -212,7 +212,7 @@ class State:
         if self._stored_commits is not None:
             self._stored_commits.release_lease()
 
-    def _load_on_all_ranks(self) -> None:
+    def _load_commit_on_all_ranks(self) -> None:
         """Takes the state from the store, if there is one.
 
         If rank 0 cannot, all ranks raise an error. Otherwise each survivor would fail as the next
@@ -225,7 +225,7 @@ class State:
             return
         failure: Exception | None = None
         try:
-            self._load_on_rank_zero(self._stored_commits)
+            self._load_commit_on_rank_zero(self._stored_commits)
         except FarandoleInternalError:
             raise
         except Exception as error:  # noqa: BLE001 - raised below
@@ -238,7 +238,7 @@ class State:
         if root_error is not None:
             raise ValueError(root_error)
 
-    def _load_on_rank_zero(self, stored: StoredCommits) -> None:
+    def _load_commit_on_rank_zero(self, stored: StoredCommits) -> None:
         """Loads the state from the store on rank 0, if no rank of the world has the state. Rank 0
         holds the lease of the run.
         """
@@ -363,7 +363,7 @@ class ObjectState(State):
     # Contents for the store of `save_to`: attributes, and arrays if a subclass has some.
 
     def _check_storable(self) -> None:
-        commits.check_plain_values(
+        commits.refuse_unstorable_values(
             self._saved_values(),
             commits.is_json_value,
             "numbers, strings, and lists and dicts of them, without tuples",
@@ -385,10 +385,10 @@ class ObjectState(State):
         return self._saved_arrays(), copy.deepcopy(self._saved_values())
 
     def _pack_commit(self, lent: Any) -> bytes:
-        return commits.pack_commit(*lent)
+        return commits.pack_commit_archive(*lent)
 
     def _unpack_commit(self, data: bytes) -> Any:
-        return commits.unpack_commit(data)
+        return commits.unpack_commit_archive(data)
 
     def _apply_commit(self, content: Any) -> None:
         arrays, plain = content
@@ -397,13 +397,13 @@ class ObjectState(State):
             raise ValueError(
                 f"it has {len(arrays)} arrays, and this state {len(mine)}, or they differ in shape"
             )
-        self._apply_values(plain)
+        self._apply_plain_values(plain)
         self._apply_arrays(arrays)
 
     def _apply_arrays(self, arrays: list[Any]) -> None:
         """Takes over arrays that fit."""
 
-    def _apply_values(self, plain: dict[str, Any]) -> None:
+    def _apply_plain_values(self, plain: dict[str, Any]) -> None:
         """Takes over attributes and positions.
 
         Raises:
@@ -453,14 +453,14 @@ def run_fn(func: Callable[..., _Result], reset: Callable[[], None]) -> Callable[
 
     @functools.wraps(func)
     def run_with_state(state: State, *args: Any, **kwargs: Any) -> _Result:
-        with notices.handle_notice_signals(), _finish_stored_commits(state):
+        with notices.handle_notice_signals(), _with_stored_commits(state):
             return run_in_each_world(state, *args, **kwargs)
 
     def run_in_each_world(state: State, *args: Any, **kwargs: Any) -> _Result:
         failures, committed = 0, state._commits  # noqa: SLF001 - its own module's
         while True:
             try:
-                state._load_on_all_ranks()  # noqa: SLF001 - its own module's
+                state._load_commit_on_all_ranks()  # noqa: SLF001 - its own module's
                 # Always, also if hosts only left: if new workers joined as well, they would wait
                 # for workers that skip this.
                 state.sync()
@@ -478,7 +478,7 @@ def run_fn(func: Callable[..., _Result], reset: Callable[[], None]) -> Callable[
             except HostsUpdatedInterrupt:
                 # Keeps the work since the last commit.
                 state.save()
-                state._wait_for_write()  # noqa: SLF001 - its own module's
+                state._wait_for_commit_write()  # noqa: SLF001 - its own module's
             reset()
             state.on_reset()
 
@@ -486,7 +486,7 @@ def run_fn(func: Callable[..., _Result], reset: Callable[[], None]) -> Callable[
 
 
 @contextlib.contextmanager
-def _finish_stored_commits(state: State) -> Iterator[None]:
+def _with_stored_commits(state: State) -> Iterator[None]:
     """Makes sure that the last commit of a training function is in the store when the function
     returns; surrounds all worlds of the function.
     """
@@ -494,9 +494,9 @@ def _finish_stored_commits(state: State) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            state._wait_for_write()  # noqa: SLF001 - its own module's
+            state._wait_for_commit_write()  # noqa: SLF001 - its own module's
             raise
-        state._finish_writing()  # noqa: SLF001 - its own module's
+        state._finish_commit_writes()  # noqa: SLF001 - its own module's
     except WorkerDismissed:
         state._hand_over_lease()  # noqa: SLF001 - its own module's
         raise

@@ -58,7 +58,7 @@ class _ResumableGroupFinish:
         self._finish = finish
         self._known_outcomes = before
 
-    def with_outcomes(self, outcomes: list[Any]) -> _ResumableGroupFinish:
+    def with_member_outcomes(self, outcomes: list[Any]) -> _ResumableGroupFinish:
         """Returns a copy that has the outcomes of further members."""
         return _ResumableGroupFinish(self._finish, self._known_outcomes + outcomes)
 
@@ -123,7 +123,7 @@ class HandleTable:
         )
         return f"{family}.{next(self._numbers[ranks])}"
 
-    def group_names(
+    def group_member_names(
         self, operation: str, name: str | None, count: int, process_set: ProcessSet | None = None
     ) -> list[str]:
         """Returns the names of a group's members: `<name>`, then `<name>_<i>of<n>` from the second
@@ -216,17 +216,17 @@ class HandleTable:
                     self._entries[handle] = (
                         members[len(outcomes) :],
                         keep,
-                        finish.with_outcomes(outcomes),
+                        finish.with_member_outcomes(outcomes),
                     )
                     raise
                 outcome = error
             outcomes.append(
-                self.wait_for_device(outcome) if isinstance(outcome, _Reached) else outcome
+                self.wait_for_gpu_result(outcome) if isinstance(outcome, _Reached) else outcome
             )
         self._entries.pop(handle, None)
         return finish(outcomes)
 
-    def wait_for_device(self, reached: engine.PendingDeviceResult) -> Outcome:
+    def wait_for_gpu_result(self, reached: engine.PendingDeviceResult) -> Outcome:
         """Waits until a GPU has computed a result; modules with streams make their stream wait
         instead.
 

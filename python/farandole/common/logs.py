@@ -81,7 +81,7 @@ def start_logging() -> None:
         _ROOT_LOGGER.setLevel(level)
     if level == _TRACE_LEVEL and logging.getLevelName(_TRACE_LEVEL) == f"Level {_TRACE_LEVEL}":
         logging.addLevelName(_TRACE_LEVEL, "TRACE")
-    if level >= logging.CRITICAL or not native.start_capture(level, hide_time):
+    if level >= logging.CRITICAL or not native.start_log_capture(level, hide_time):
         return
     time = "" if hide_time else "%(asctime)s.%(msecs)03d "
     _fallback.setFormatter(
@@ -111,12 +111,12 @@ def start_logging_for_urls(urls: Iterable[str]) -> None:
 def _flush_at_exit(thread: threading.Thread, process: int) -> None:
     """Gives the last events to `logging`, in the process that `thread` is of."""
     if process == os.getpid():
-        native.end_capture()
+        native.end_log_capture()
         thread.join(_EXIT_FLUSH_SECONDS)
 
 
 def _forward_events() -> None:
-    while (taken := native.take_records(_QUEUE_WAIT_SECONDS)) is not None:
+    while (taken := native.take_log_records(_QUEUE_WAIT_SECONDS)) is not None:
         records, dropped = taken
         if dropped:
             _ROOT_LOGGER.warning(

@@ -83,7 +83,7 @@ class ProcessSet:
         """Pickles the set as its ranks: a copy, even in another process, is the set of these ranks
         that is registered in that process.
         """
-        return _process_set_of_ranks, (self._ranks,)
+        return _find_or_make_set, (self._ranks,)
 
 
 class _GlobalProcessSet(ProcessSet):
@@ -109,7 +109,7 @@ global_process_set: ProcessSet = _GlobalProcessSet()
 _registered: weakref.WeakSet[ProcessSet] = weakref.WeakSet()
 
 
-def _update_registered_sets() -> None:
+def _refresh_sets_for_world() -> None:
     """Sets do not outlive the world they were registered in, unless the next one of an elastic
     job has them too.
     """
@@ -122,10 +122,10 @@ def _update_registered_sets() -> None:
             _registered.discard(process_set)
 
 
-basics.call_on_each_init(_update_registered_sets)
+basics.call_on_each_init(_refresh_sets_for_world)
 
 
-def register_initial_sets(given: list[ProcessSet]) -> None:
+def record_initial_set_numbers(given: list[ProcessSet]) -> None:
     """Records the engine's numbers of the sets that were passed to `init`.
 
     If the world has taken over the sets of the previous world, the initial sets of the job keep
@@ -149,7 +149,7 @@ def record_process_set_number(process_set: ProcessSet, number: int) -> None:
     _registered.add(process_set)
 
 
-def _process_set_of_ranks(ranks: list[int]) -> ProcessSet:
+def _find_or_make_set(ranks: list[int]) -> ProcessSet:
     for known in _registered:
         if known.ranks == ranks:
             return known

@@ -32,7 +32,7 @@ def predivide_factors(factor: float, op: int) -> tuple[float, float]:
     return 1.0 / factor, factor
 
 
-def choose_groups(groups: Any, num_groups: int) -> Any:
+def resolve_groups_argument(groups: Any, num_groups: int) -> Any:
     """Returns `groups`, or the value of the deprecated `num_groups`."""
     if num_groups:
         warnings.warn(
@@ -44,7 +44,7 @@ def choose_groups(groups: Any, num_groups: int) -> Any:
     return groups
 
 
-def check_groups(groups: Any, key_of: Callable[[Any], Any]) -> Groups:
+def groups_by_variable_key(groups: Any, key_of: Callable[[Any], Any]) -> Groups:
     """Returns the groups by the keys of their variables.
 
     Raises:

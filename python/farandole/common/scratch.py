@@ -52,7 +52,7 @@ def temporary_directory() -> Iterator[Path]:
     """
     given = os.environ.get(SCRATCH_VARIABLE)
     if given is None or not Path(given).is_dir():
-        with open_locked_directory() as made:
+        with hold_scratch_directory() as made:
             yield made
         return
     with tempfile.TemporaryDirectory(dir=given, ignore_cleanup_errors=True) as inside:
@@ -60,7 +60,7 @@ def temporary_directory() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def open_locked_directory() -> Iterator[Path]:
+def hold_scratch_directory() -> Iterator[Path]:
     """Creates an empty, locked directory of this process; first removes directories whose processes
     are gone.
     """
@@ -108,7 +108,7 @@ def remove_abandoned_directories(folder: Path) -> None:
                 os.close(lock)
 
 
-def user_directory() -> Path:
+def private_user_directory() -> Path:
     """Returns a directory that only this user can look into.
 
     Another user may have created a directory of the same name in the directory for temporary
@@ -117,7 +117,7 @@ def user_directory() -> Path:
     Raises:
         PermissionError: None of the places can be used; the message names each.
     """
-    return _first_private_directory([_temporary_place(), *_other_places()])
+    return _first_private_directory([_user_temp_directory(), *_private_fallback_directories()])
 
 
 def _first_private_directory(places: list[Path]) -> Path:
@@ -139,11 +139,11 @@ def _first_private_directory(places: list[Path]) -> Path:
     raise PermissionError("; ".join(reasons))
 
 
-def _temporary_place() -> Path:
+def _user_temp_directory() -> Path:
     return Path(tempfile.gettempdir()) / f"farandole-{os.getuid()}"
 
 
-def _other_places() -> list[Path]:
+def _private_fallback_directories() -> list[Path]:
     """Returns places in which other users can create nothing. They may be small or slow, so they
     are for sockets and other small files.
     """
@@ -166,7 +166,7 @@ def _create_locked_directory() -> tuple[Path, int] | None:
     for one or no locks.
     """
     try:
-        folder = _first_private_directory([_temporary_place()])
+        folder = _first_private_directory([_user_temp_directory()])
         remove_abandoned_directories(folder)
         prefix = _DIRECTORY_PREFIX + "-".join([*_boot_and_host(), ""])
         for _ in range(_MAX_CREATE_ATTEMPTS):

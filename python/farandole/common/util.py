@@ -54,21 +54,21 @@ def allows_rounded_sums(compression: object) -> bool:
     return bool(getattr(compression, "rounds_partial_sums", False))
 
 
-def rounded_op(op: int, rounds: bool = True) -> int:
+def engine_op_number(op: int, rounds: bool = True) -> int:
     """Returns the engine's number of a reduction, with partial sums rounded between hosts if
     `rounds`.
     """
     return _ROUNDED_OP_NUMBERS.get(op, op) if rounds else op
 
 
-def unrounded_op(number: int) -> int:
+def op_of_engine_number(number: int) -> int:
     """Returns the reduction that has this number in the engine, whether it rounds partial sums
     or not.
     """
     return next((op for op, theirs in _ROUNDED_OP_NUMBERS.items() if theirs == number), number)
 
 
-def choose_op(op: int | None, average: bool | None) -> int:
+def resolve_op_argument(op: int | None, average: bool | None) -> int:
     """Returns the reduction that results from `op` and the deprecated `average`.
 
     Raises:
@@ -117,7 +117,7 @@ def get_average_backwards_compatibility_fun(
         reduce_ops: Not used: the numbers of reductions are this module's.
     """
     del reduce_ops
-    return choose_op
+    return resolve_op_argument
 
 
 def is_version_greater_equal_than(ver: str, target: str) -> bool:

@@ -33,7 +33,7 @@ MIN_MATRIX_COLUMNS = 2
 
 
 @dataclass(frozen=True)
-class ColumnRun:
+class AdjacentColumns:
     """Neighbouring columns of one type: `names` with `stride` elements from one to the next."""
 
     names: tuple[str, ...]
@@ -43,7 +43,7 @@ class ColumnRun:
     stride: int
 
 
-def batch_converter(framework: str) -> Convert:
+def make_batch_converter(framework: str) -> Convert:
     """Returns the function that turns batches into dicts.
 
     Args:
@@ -60,16 +60,16 @@ def batch_converter(framework: str) -> Convert:
     raise ValueError(f"framework must be numpy or torch: {framework}")
 
 
-def group_columns(
+def group_adjacent_columns(
     columns: tuple[tuple[str, str, tuple[int, ...], int], ...], rows: int
-) -> list[ColumnRun]:
+) -> list[AdjacentColumns]:
     """Puts neighbouring scalar columns of one type together.
 
     Args:
         columns: Name, dtype, shape of a row and bytes of an element, of each column in order.
         rows: Rows of the batch.
     """
-    found: list[ColumnRun] = []
+    found: list[AdjacentColumns] = []
     offset = 0
     for name, dtype, shape, width in columns:
         size = (
@@ -77,9 +77,9 @@ def group_columns(
         )
         last = found[-1] if found else None
         if last is not None and not shape and not last.shape and last.dtype == dtype:
-            found[-1] = ColumnRun((*last.names, name), dtype, (), last.offset, last.stride)
+            found[-1] = AdjacentColumns((*last.names, name), dtype, (), last.offset, last.stride)
         else:
-            found.append(ColumnRun((name,), dtype, shape, offset, size // width))
+            found.append(AdjacentColumns((name,), dtype, shape, offset, size // width))
         offset += size
     return found
 
@@ -99,8 +99,8 @@ ELEMENT_BYTES = {
 @cache
 def _cached_column_runs(
     columns: tuple[tuple[str, str, tuple[int, ...]], ...], rows: int
-) -> list[ColumnRun]:
-    return group_columns(
+) -> list[AdjacentColumns]:
+    return group_adjacent_columns(
         tuple((*column, ELEMENT_BYTES.get(column[1], 8)) for column in columns), rows
     )
 
@@ -109,7 +109,7 @@ VARIABLE_WIDTH_DTYPES: tuple[str, ...] = ("utf8", "binary")
 """Types of values that have no fixed size."""
 
 
-def object_array(batch: Batch, name: str, dtype: str) -> Any:
+def text_column_as_objects(batch: Batch, name: str, dtype: str) -> Any:
     """Returns the values of a column of texts or bytes, as a NumPy array of `str` or `bytes`.
 
     Args:
@@ -128,9 +128,9 @@ def object_array(batch: Batch, name: str, dtype: str) -> Any:
     return array
 
 
-def _batch_layout(
+def _adjacent_column_runs(
     batch: Batch, fields: Sequence[DatasetField], weights: str | None
-) -> list[ColumnRun]:
+) -> list[AdjacentColumns]:
     columns = [
         (field.name, field.dtype, field.shape)
         for field in fields
@@ -142,10 +142,10 @@ def _batch_layout(
 
 
 def _numpy_converter() -> Convert:
-    def read_numbers(batch: Batch, dtype: str, count: int, offset: int) -> Any:
+    def view_batch_numbers(batch: Batch, dtype: str, count: int, offset: int) -> Any:
         return np.frombuffer(memoryview(batch), dtype, count, offset)
 
-    return _batch_converter(read_numbers, np.empty)
+    return _batch_converter(view_batch_numbers, np.empty)
 
 
 def _torch_converter() -> Convert:
@@ -154,23 +154,23 @@ def _torch_converter() -> Convert:
     except ImportError as error:
         raise ImportError("tensors need torch: pip install 'farandole[torch]'") from error
 
-    def read_numbers(batch: Batch, dtype: str, count: int, offset: int) -> Any:
+    def view_batch_numbers(batch: Batch, dtype: str, count: int, offset: int) -> Any:
         kind = getattr(torch, dtype)
         return torch.frombuffer(batch, dtype=kind, count=count, offset=offset)
 
     return _batch_converter(
-        read_numbers, lambda shape, dtype: torch.empty(shape, dtype=getattr(torch, dtype))
+        view_batch_numbers, lambda shape, dtype: torch.empty(shape, dtype=getattr(torch, dtype))
     )
 
 
 def _batch_converter(
-    read_numbers: Callable[[Batch, str, int, int], Any],
+    view_batch_numbers: Callable[[Batch, str, int, int], Any],
     make_empty: Callable[[tuple[int, ...], str], Any],
 ) -> Convert:
     """Returns the function that turns batches into dicts.
 
     Args:
-        read_numbers: Returns so many numbers of a type in the memory of a batch, from a byte on.
+        view_batch_numbers: Returns so many numbers of a type in the memory of a batch, from a byte on.
         make_empty: Returns an array without elements, of a shape and a type.
     """
 
@@ -179,24 +179,24 @@ def _batch_converter(
     ) -> dict[str, Any]:
         rows = batch.rows
         arrays: dict[str, Any] = {}
-        for run in _batch_layout(batch, fields, weights):
+        for run in _adjacent_column_runs(batch, fields, weights):
             if rows == 0:
                 arrays.update((name, make_empty((0, *run.shape), run.dtype)) for name in run.names)
             elif len(run.names) < MIN_MATRIX_COLUMNS:
-                flat = read_numbers(batch, run.dtype, rows * math.prod(run.shape), run.offset)
+                flat = view_batch_numbers(batch, run.dtype, rows * math.prod(run.shape), run.offset)
                 arrays[run.names[0]] = flat.reshape(rows, *run.shape)
             else:
-                flat = read_numbers(batch, run.dtype, len(run.names) * run.stride, run.offset)
+                flat = view_batch_numbers(batch, run.dtype, len(run.names) * run.stride, run.offset)
                 matrix = flat.reshape(len(run.names), run.stride)[:, :rows]
                 arrays.update(zip(run.names, matrix, strict=True))
         texts = [field for field in fields if field.dtype in VARIABLE_WIDTH_DTYPES]
-        arrays.update((field.name, object_array(batch, field.name, field.dtype)) for field in texts)
+        arrays.update((field.name, text_column_as_objects(batch, field.name, field.dtype)) for field in texts)
         return arrays
 
     return convert_batch
 
 
-def nested_column(rows: Jagged, framework: str) -> Any:
+def to_nested_column(rows: Jagged, framework: str) -> Any:
     """Returns a column of nested rows as a batch has it.
 
     Args:
@@ -213,11 +213,11 @@ def nested_column(rows: Jagged, framework: str) -> Any:
     )
 
 
-def result_wrapper(framework: str) -> Wrap:
+def make_result_converter(framework: str) -> Wrap:
     """Returns the function that makes a batch from the result of a `transformation_fn`.
 
     Args:
-        framework: `numpy` or `torch`, which `batch_converter` has accepted.
+        framework: `numpy` or `torch`, which `make_batch_converter` has accepted.
     """
     if framework == "torch":
         import torch  # noqa: PLC0415 - optional
@@ -233,7 +233,7 @@ def result_wrapper(framework: str) -> Wrap:
             array = np.asarray(value)
             return array if array.flags.writeable else array.copy()
 
-    def wrap_result(batch: Batch, result: Mapping[str, Any], weights: str | None) -> dict[str, Any]:
+    def convert_result(batch: Batch, result: Mapping[str, Any], weights: str | None) -> dict[str, Any]:
         values = {name: as_writable(value) for name, value in result.items()}
         lengths = {name: len(value) for name, value in values.items()}
         if len(set(lengths.values())) > 1:
@@ -250,4 +250,4 @@ def result_wrapper(framework: str) -> Wrap:
             )
         return values
 
-    return wrap_result
+    return convert_result

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from farandole.data.inputs.units import RowSource, SourceUnit
 
 
-def count_source(
+def accumulate_over_source(
     source: RowSource, columns: list[str], start: Callable[[], Any], threads: int
 ) -> Any:
     """Returns the count of all rows of a source.
@@ -34,7 +34,7 @@ def count_source(
         threads: Units that are read at the same time.
     """
 
-    def count_unit(unit: SourceUnit) -> Any:
+    def accumulate_unit(unit: SourceUnit) -> Any:
         counter = start()
         for batch in unit.batches():
             counter.add(batch)
@@ -42,12 +42,12 @@ def count_source(
 
     whole = start()
     with ThreadPoolExecutor(threads, "farandole-count") as pool:
-        for part in pool.map(count_unit, source.units(columns)):
+        for part in pool.map(accumulate_unit, source.units(columns)):
             whole.merge(part)
     return whole
 
 
-def count_on_executors(
+def accumulate_on_executors(
     frame: Any,
     columns: list[str],
     start: Callable[[], Any],
@@ -56,7 +56,7 @@ def count_on_executors(
     """Returns the count of all rows of a Spark DataFrame, which its executors count.
 
     Args:
-        frame: The rows: a result of `numbered_columns`.
+        frame: The rows: a result of `alias_columns_by_number`.
         columns: Names of the columns.
         start: Returns a counter without rows, also on executors.
         collect_rows: Returns the rows of a small DataFrame.
@@ -66,7 +66,7 @@ def count_on_executors(
             message into two stack traces.
     """
 
-    def count_partition(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    def accumulate_partition(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         counter, error = start(), None
         for batch in batches:
             try:
@@ -78,14 +78,14 @@ def count_on_executors(
         yield pa.RecordBatch.from_arrays(result, names=["error", "part"])
 
     whole = start()
-    for row in collect_rows(frame.mapInArrow(count_partition, "error string, part binary")):
+    for row in collect_rows(frame.mapInArrow(accumulate_partition, "error string, part binary")):
         if row.error is not None:
             raise ValueError(row.error)
         whole.merge(cloudpickle.loads(bytes(row.part)))
     return whole
 
 
-def numbered_columns(frame: Any, names: Sequence[str]) -> Any:
+def alias_columns_by_number(frame: Any, names: Sequence[str]) -> Any:
     """Returns columns of a Spark DataFrame as `column0`, `column1` and so on.
 
     `mapInArrow` takes no names with dots or backticks, so columns travel by number.

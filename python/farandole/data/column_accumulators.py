@@ -103,7 +103,7 @@ class QuantileSketch:
 
     def merge(self, other: QuantileSketch) -> None:
         """Adds the counts of another task."""
-        self._drop_bits(max(0, other.dropped - self.dropped))
+        self._coarsen_cells(max(0, other.dropped - self.dropped))
         shift = self.dropped - other.dropped
         self._add_counts((key >> shift, count) for key, count in other.cells.items())
 
@@ -136,7 +136,7 @@ class QuantileSketch:
             [self.cells[key] for key in keys], np.int64
         )
 
-    def split_point(self, share: float) -> float | None:
+    def quantile_split_point(self, share: float) -> float | None:
         """Returns the number at or below which about a share of the rows is, and above which there
         is a row.
 
@@ -154,7 +154,7 @@ class QuantileSketch:
                 return self._cell_maximum(key)
         return self._cell_maximum(keys[-2]) if len(keys) > 1 else None
 
-    def quantile_cell_end(self, share: float) -> float | None:
+    def least_cell_end_covering(self, share: float) -> float | None:
         """Returns the least number that ends a cell and that at least a share of the rows does not
         exceed.
 
@@ -176,9 +176,9 @@ class QuantileSketch:
         for key, count in pairs:
             self.cells[key] = self.cells.get(key, 0) + count
         while len(self.cells) > self.max_cells:
-            self._drop_bits(1)
+            self._coarsen_cells(1)
 
-    def _drop_bits(self, bits: int) -> None:
+    def _coarsen_cells(self, bits: int) -> None:
         if not bits:
             return
         before, self.cells = self.cells, {}

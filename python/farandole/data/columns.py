@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from farandole.data.encoding import MISSING_FLAG_SUFFIX, source_column
+from farandole.data.encoding import MISSING_FLAG_SUFFIX, column_of_feature
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -76,7 +76,7 @@ def check_columns_present(roles: ColumnRoles, present: Sequence[str], where: str
         ValueError: naming the column and what might have been meant.
     """
     for role, given in roles.columns_with_roles():
-        name = source_column(given, present)
+        name = column_of_feature(given, present)
         if name != given and role != "feature column":
             raise ValueError(
                 f"{role} {given!r} is not in the {where}: only a feature can show where {name!r} "
@@ -116,7 +116,7 @@ def refuse_missing_columns(names: Iterable[str], present: Collection[str], where
             raise ValueError(f"{where} has no column {name!r}: {', '.join(present)}")
 
 
-def row_shape(shape: Sequence[int], size: int) -> tuple[int, ...]:
+def normalize_row_shape(shape: Sequence[int], size: int) -> tuple[int, ...]:
     """Returns the shape of one row, from a shape as users write it.
 
     Args:
@@ -158,7 +158,7 @@ def check_shapes_fit(
     for group, shape in zip(groups, shapes, strict=True):
         names = [group] if isinstance(group, str) else list(group)
         size = sum(columns[name].element_count for name in names)
-        if math.prod(row_shape(shape, size)) != size:
+        if math.prod(normalize_row_shape(shape, size)) != size:
             column_text = (
                 f"column {names[0]!r}"
                 if len(names) == 1

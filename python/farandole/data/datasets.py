@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from farandole._native.reader import Dataset, partition_values
 from farandole.data.inputs.files import (
-    FoundFiles,
+    FilesBelowDirectory,
     find_files,
     is_file_path,
     is_glob_pattern,
@@ -47,12 +47,12 @@ def open_dataset(
     """
     table = find_table(paths)
     if table is not None:
-        refuse_types_of_table(table, types)
+        refuse_types_for_table(table, types)
         return table.open_dataset()
     return open_parquet(cast("str | Sequence[str]", paths), types)
 
 
-def refuse_types_of_table(table: TableSnapshot, types: Mapping[str, Any] | None) -> None:
+def refuse_types_for_table(table: TableSnapshot, types: Mapping[str, Any] | None) -> None:
     """Refuses types for a table, which has its own.
 
     Args:
@@ -123,7 +123,7 @@ def _open_files(paths: Sequence[str], types: dict[str, str]) -> Dataset:
     return Dataset.open_files(common or "/", values, types)
 
 
-def _refuse_prepared_files(found: Sequence[FoundFiles]) -> None:
+def _refuse_prepared_files(found: Sequence[FilesBelowDirectory]) -> None:
     """Refuses files of prepared data: its manifest says which ones count, and how they were
     encoded.
     """
@@ -150,7 +150,7 @@ def _refuse_prepared_files(found: Sequence[FoundFiles]) -> None:
         )
 
 
-def linked_dataset_url(store: AbstractFilesystemStore, dataset: Dataset) -> str:
+def write_dataset_link(store: AbstractFilesystemStore, dataset: Dataset) -> str:
     """Returns a URL by which every process opens these very files, without a look at each.
 
     Args:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 from farandole.data.arrow import decode_dictionary, is_text_type, pa, pc
-from farandole.data.loader_arguments import values_by_column
+from farandole.data.loader_arguments import fill_argument_by_column
 from farandole.data.ragged import Ragged
 from farandole.stores import small_files
 
@@ -36,7 +36,7 @@ FIRST_CATEGORY_INDEX = 2
 MISSING_FLAG_SUFFIX = "__missing"
 
 
-def source_column(name: str, present: Iterable[str]) -> str:
+def column_of_feature(name: str, present: Iterable[str]) -> str:
     """Returns the column that a feature is computed from: `age` for `age__missing`; every other
     feature is its own source.
 
@@ -48,7 +48,7 @@ def source_column(name: str, present: Iterable[str]) -> str:
     return base if base != name and name not in present and base in present else name
 
 
-def source_columns(names: Iterable[str], present: Iterable[str]) -> list[str]:
+def columns_of_features(names: Iterable[str], present: Iterable[str]) -> list[str]:
     """Returns the columns to read for the given features, without duplicates.
 
     Args:
@@ -56,7 +56,7 @@ def source_columns(names: Iterable[str], present: Iterable[str]) -> list[str]:
         present: Columns of the rows.
     """
     known = set(present)
-    return list(dict.fromkeys(source_column(name, known) for name in names))
+    return list(dict.fromkeys(column_of_feature(name, known) for name in names))
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class ColumnEncoding:
             ragged: Padding of lists of different lengths, by column.
         """
         lists = {name: Ragged.from_value(one) for name, one in (ragged or {}).items()}
-        return cls(categories or {}, values_by_column(fill), learned=learned or {}, ragged=lists)
+        return cls(categories or {}, fill_argument_by_column(fill), learned=learned or {}, ragged=lists)
 
     def to_json(self) -> str:
         """Returns the encoding as text for a file."""
@@ -119,7 +119,7 @@ class ColumnEncoding:
             DamagedFileError: The text is not what `to_json` returned.
         """
         values_by_name = small_files.parse_json(text, source_name)
-        with small_files.name_damage(source_name):
+        with small_files.raise_as_damaged_file(source_name):
             ragged = {
                 name: Ragged.from_value(layout)
                 for name, layout in values_by_name.get("ragged", {}).items()
@@ -133,7 +133,7 @@ class ColumnEncoding:
             )
 
     @property
-    def uncategorized_fill(self) -> dict[str, Any]:
+    def fill_of_uncategorized_columns(self) -> dict[str, Any]:
         """Replacements in columns that are no categories."""
         return {name: value for name, value in self.fill.items() if name not in self.categories}
 
@@ -141,7 +141,7 @@ class ColumnEncoding:
         """Returns a batch with columns as they are written; numbers are not filled yet.
 
         Args:
-            batch: A batch with the columns that `source_columns` returns.
+            batch: A batch with the columns that `columns_of_features` returns.
             names: Names of the columns to encode.
 
         Raises:
@@ -157,7 +157,7 @@ class ColumnEncoding:
         )
 
     @property
-    def writer_split_arguments(self) -> dict[str, Any]:
+    def native_split_arguments(self) -> dict[str, Any]:
         """Arguments for the native writer about the split, if the spec does not contain all of
         it.
         """
@@ -176,7 +176,7 @@ class ColumnEncoding:
         Raises:
             ValueError: As `encode`.
         """
-        source = source_column(name, present)
+        source = column_of_feature(name, present)
         column = get(source)
         if source != name:
             return pc.is_null(column, nan_is_null=True)

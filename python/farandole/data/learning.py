@@ -17,10 +17,10 @@ from farandole.data.column_accumulators import ExactMean, MaxListLength, Quantil
 from farandole.data.encoding import (
     ColumnEncoding,
     normalize_categories,
-    source_column,
-    source_columns,
+    column_of_feature,
+    columns_of_features,
 )
-from farandole.data.loader_arguments import values_by_column
+from farandole.data.loader_arguments import fill_argument_by_column
 from farandole.data.ragged import Ragged, check_pad_value, is_nested, list_element_dtype
 from farandole.stores import small_files
 
@@ -105,7 +105,7 @@ class EncodingSpec:
         )
         for name, value in by_name.items():
             _check_categories(name, value)
-        filled = values_by_column(fill)
+        filled = fill_argument_by_column(fill)
         lists = {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in by_name.items()
@@ -264,7 +264,7 @@ class EncodingSpec:
             }
         return fill_words
 
-    def with_hashed_columns(self, names: Sequence[str]) -> Self:
+    def with_split_hash_columns(self, names: Sequence[str]) -> Self:
         """Returns the same, with the columns of rows whose content decides the split.
 
         Args:
@@ -329,7 +329,7 @@ class EncodingSpec:
                         f"column {name!r} has no value in any row: there is no {word} to fill in"
                     )
                 fill[name], learned[name] = value, word
-        sides = None if learner.split_statistics is None else learner.split_statistics.make_rule()
+        sides = None if learner.split_statistics is None else learner.split_statistics.make_held_out_rule()
         return ColumnEncoding(categories, fill, self.labels, learned, sides, ragged)
 
 
@@ -352,7 +352,7 @@ class EncodingLearner:
                 effect here.
             split: The rule that chooses validation rows, unless a hash of each row alone does.
         """
-        self.split_statistics: Any = None if split is None else split.start_collector()
+        self.split_statistics: Any = None if split is None else split.make_split_collector()
         self._validation = validation if isinstance(validation, str) else None
         self.accumulators: dict[tuple[str, str], Any] = {
             (name, word): _ACCUMULATOR_TYPES[word.partition(" ")[0]]()
@@ -370,7 +370,7 @@ class EncodingLearner:
             ValueError: A column that has too many categories.
         """
         if self._validation is not None:
-            batch = batch.filter(_training_mask(batch.column(self._validation)))
+            batch = batch.filter(_training_rows_mask(batch.column(self._validation)))
         if self.split_statistics is not None:
             self.split_statistics.add(batch)
         for (name, word), tally in self.accumulators.items():
@@ -417,7 +417,7 @@ def learn_encoding(
     Raises:
         ValueError: A value cannot be learned; the message names the column.
     """
-    spec = spec.with_hashed_columns(source_columns(roles.stored_columns, schema.names))
+    spec = spec.with_split_hash_columns(columns_of_features(roles.stored_columns, schema.names))
     plan = spec.plan_learning(schema, roles)
     known = spec.encoding_without_learning()
     if known is not None:
@@ -495,7 +495,7 @@ def _check_fill_word(name: str, word: str, kind: pa.DataType) -> None:
         raise ValueError(f"column {name!r} is {kind}, which has no {word} to fill in{hint}")
 
 
-def _training_mask(column: Any) -> Any:
+def _training_rows_mask(column: Any) -> Any:
     """Returns which rows a validation column assigns to training."""
     column = decode_dictionary(column)
     if pa.types.is_boolean(column.type):
@@ -517,4 +517,4 @@ def needs_encoding(spec: EncodingSpec, names: Iterable[str], present: Iterable[s
         present: Columns that the rows have.
     """
     known = set(present)
-    return not spec.is_plain or any(source_column(name, known) != name for name in names)
+    return not spec.is_plain or any(column_of_feature(name, known) != name for name in names)

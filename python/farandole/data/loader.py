@@ -17,18 +17,18 @@ from farandole._native.store import full_path
 from farandole.common.logs import start_logging_for_urls
 from farandole.data.arrays import (
     VARIABLE_WIDTH_DTYPES,
-    batch_converter,
-    nested_column,
-    result_wrapper,
+    make_batch_converter,
+    to_nested_column,
+    make_result_converter,
 )
 from farandole.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader, close_iterator
-from farandole.data.datasets import open_parquet, refuse_types_of_table
+from farandole.data.datasets import open_parquet, refuse_types_for_table
 from farandole.data.inputs.tables import find_table, is_table, open_table
 from farandole.data.learning import read_encoding
-from farandole.data.loader_arguments import fill_by_column, types_of_reader
+from farandole.data.loader_arguments import numeric_fill_by_column, native_reader_types
 from farandole.data.memory import cache_directory, default_byte_budget
 from farandole.data.row_assignment import RowAssignment, RowPiece, UnassignedRows
-from farandole.data.skipped_columns import add_advice, is_unreadable_column, warn_of_skipped_columns
+from farandole.data.skipped_columns import with_column_advice, is_unreadable_column, warn_of_skipped_columns
 from farandole.data.transform import BatchTransform
 
 if TYPE_CHECKING:
@@ -150,8 +150,8 @@ class ParquetLoader(BaseDataLoader):
         self.shuffle, self.tail = shuffle, tail
         self.framework = framework
         self._columns = None if columns is None else list(columns)
-        self._types = types_of_reader(types)
-        self._cast, self._fill = dict(cast or {}), fill_by_column(fill)
+        self._types = native_reader_types(types)
+        self._cast, self._fill = dict(cast or {}), numeric_fill_by_column(fill)
         self._allow_nan = allow_nan
         self._budget = None if byte_budget is None else _whole_number("byte_budget", byte_budget)
         self._threads = None if threads is None else _whole_number("threads", threads, 1)
@@ -174,18 +174,18 @@ class ParquetLoader(BaseDataLoader):
         if is_table(path_or_dataset):
             self._table = open_table(path_or_dataset)
         elif not isinstance(path_or_dataset, Dataset):
-            self._paths = _full_paths(path_or_dataset, storage_options)
+            self._paths = _resolve_paths_and_options(path_or_dataset, storage_options)
             start_logging_for_urls([self._paths] if isinstance(self._paths, str) else self._paths)
             self._table = find_table(self._paths)
         if self._table is not None:
-            refuse_types_of_table(self._table, types)
+            refuse_types_for_table(self._table, types)
         self._open_dataset(
             path_or_dataset if isinstance(path_or_dataset, Dataset) else self._paths or ""
         )
         if columns is None and self.rank == 0:
-            warn_of_skipped_columns(self.dataset, set(self.columns), self._rows_description())
+            warn_of_skipped_columns(self.dataset, set(self.columns), self._source_description())
 
-    def _rows_description(self) -> str:
+    def _source_description(self) -> str:
         """Returns the source of the rows, for messages."""
         return self.dataset.url
 
@@ -202,8 +202,8 @@ class ParquetLoader(BaseDataLoader):
         else:
             start_logging_for_urls((given,) if isinstance(given, str) else given)
             self.dataset = open_parquet(given, self._types)
-        self._convert = batch_converter(self.framework)
-        self._wrap = result_wrapper(self.framework)
+        self._convert = make_batch_converter(self.framework)
+        self._wrap = make_result_converter(self.framework)
         self._ragged = self._stored_ragged_columns()
         if self._columns is None and self._ragged:
             self._columns = [
@@ -222,7 +222,7 @@ class ParquetLoader(BaseDataLoader):
         try:
             self._reader = self._make_reader(self.rank, self.size)
         except ValueError as error:
-            raise add_advice(error) from None
+            raise with_column_advice(error) from None
         self._fields = self._reader.columns
         if self._ragged and self._transform is not None:
             raise ValueError(
@@ -259,7 +259,7 @@ class ParquetLoader(BaseDataLoader):
             fill=self._fill or None,
             allow_nan=self._allow_nan,
             pad={
-                name: layout.reader_padding()
+                name: layout.native_padding_argument()
                 for name, layout in self._ragged.items()
                 if not layout.nested
             }
@@ -299,12 +299,12 @@ class ParquetLoader(BaseDataLoader):
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses which epoch the next iteration is."""
-        self._start_at(_whole_number("epoch", epoch), 0)
+        self._set_start_position(_whole_number("epoch", epoch), 0)
 
-    def _start_at(self, epoch: int, rows: int) -> None:
+    def _set_start_position(self, epoch: int, rows: int) -> None:
         self._next_position = self._produced_at = self._consumed_at = (epoch, rows)
         if self._assignment is not None:
-            self._assignment.start_at(UnassignedRows(epoch, rows))
+            self._assignment.reset_to_position(UnassignedRows(epoch, rows))
 
     def __len__(self) -> int:
         """Batches of the next iteration: of a whole epoch, or of the rest of the resumed one."""
@@ -379,9 +379,9 @@ class ParquetLoader(BaseDataLoader):
         if (seed, shuffle) != (self.seed, self.shuffle):
             self.seed, self.shuffle = seed, shuffle
             self._reader = self._make_reader(self.rank, self.size)
-        self._start_at(epoch, rows)
+        self._set_start_position(epoch, rows)
         if self._assignment is not None:
-            self._assignment.start_at(UnassignedRows(epoch, rows, lost_pieces))
+            self._assignment.reset_to_position(UnassignedRows(epoch, rows, lost_pieces))
 
     def _nested_columns(self) -> list[str]:
         """Returns the columns whose batches are nested: they have no rows that could be chosen."""
@@ -440,7 +440,7 @@ class ParquetLoader(BaseDataLoader):
         """
         self.rank, self.size = rank_and_size(*self._given)
         self._reader = self._make_reader(self.rank, self.size)
-        self._start_at(*self._consumed_at)
+        self._set_start_position(*self._consumed_at)
 
     def _iterate(self) -> Iterator[dict[str, Any]]:
         """Reads an epoch; threads end with the iteration, also when it is left early."""
@@ -512,7 +512,7 @@ class ParquetLoader(BaseDataLoader):
                             if layout.nested
                         }
                         made |= {
-                            name: nested_column(rows, self.framework)
+                            name: to_nested_column(rows, self.framework)
                             for name, rows in lists.items()
                         }
                     yield made
@@ -525,7 +525,7 @@ class ParquetLoader(BaseDataLoader):
         finally:
             batches.close()
 
-    def _worker_batches(
+    def _batches_of_worker_process(
         self, worker: int, workers: int, epoch: int, start: int, skip: int
     ) -> Iterator[dict[str, Any]]:
         """Yields the batches of this rank number `worker`, `worker + workers`, ... from `start` on,
@@ -595,7 +595,7 @@ class ParquetLoader(BaseDataLoader):
             raise ValueError(f"the files have changed since the loader was pickled: {url}")
 
 
-def _full_paths(
+def _resolve_paths_and_options(
     given: Any,
     storage_options: Mapping[str, Any] | None,
 ) -> str | list[str]:

@@ -21,7 +21,7 @@ _NAMES_OF_READER = {
 }
 
 
-def values_by_column(fill: Any) -> dict[str, Any]:
+def fill_argument_by_column(fill: Any) -> dict[str, Any]:
     """Returns the argument `fill` as values by column.
 
     Args:
@@ -32,7 +32,7 @@ def values_by_column(fill: Any) -> dict[str, Any]:
     return dict(fill) if isinstance(fill, Mapping) else {"*": fill}
 
 
-def fill_by_column(fill: Mapping[str, Any] | float | None) -> dict[str, Any]:
+def numeric_fill_by_column(fill: Mapping[str, Any] | float | None) -> dict[str, Any]:
     """Returns the values that replace missing ones, by column.
 
     Args:
@@ -41,7 +41,7 @@ def fill_by_column(fill: Mapping[str, Any] | float | None) -> dict[str, Any]:
     Raises:
         ValueError: A value is no number; names the column.
     """
-    values = values_by_column(fill)
+    values = fill_argument_by_column(fill)
     for name, value in values.items():
         if not isinstance(value, numbers.Number | decimal.Decimal) and not hasattr(
             value, "__float__"
@@ -55,7 +55,7 @@ def fill_by_column(fill: Mapping[str, Any] | float | None) -> dict[str, Any]:
     return values
 
 
-def types_of_reader(types: Mapping[str, Any] | None) -> dict[str, str]:
+def native_reader_types(types: Mapping[str, Any] | None) -> dict[str, str]:
     """Returns the types of columns of names of directories, as the native reader names them.
 
     Args:

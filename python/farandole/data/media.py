@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from farandole.common.check import whole_number
+from farandole.common.check import check_whole_number
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -75,7 +75,7 @@ class Image:
             ("height", self.height),
             ("width", self.height if self.width is None else self.width),
         ):
-            whole_number(f"{name} of an image", value)
+            check_whole_number(f"{name} of an image", value)
         for name, value, known in (
             ("mode", self.mode, tuple(_CHANNELS_BY_MODE)),
             ("fit", self.fit, _FIT_MODES),
@@ -139,7 +139,7 @@ class Image:
             (self.height, width, channels) if self.channels_last else (channels, self.height, width)
         )
 
-    def _channel_scales(self) -> tuple[Array, Array]:
+    def _normalization_factors(self) -> tuple[Array, Array]:
         """Returns the factor of each channel, and the number that is then subtracted:
         (channels,).
         """
@@ -164,7 +164,7 @@ class Image:
         scales = (
             None
             if self.dtype == "uint8"
-            else list(zip(*(values.tolist() for values in self._channel_scales()), strict=True))
+            else list(zip(*(values.tolist() for values in self._normalization_factors()), strict=True))
         )
         mode: Any = self.mode
         fit: Any = self.fit
@@ -186,7 +186,7 @@ class Image:
             self.height, self.width or self.height, _CHANNELS_BY_MODE[self.mode]
         )
         if self.dtype == "float32":
-            factor, shift = self._channel_scales()
+            factor, shift = self._normalization_factors()
             pixels = pixels.astype(np.float32) * factor - shift
         return pixels if self.channels_last else pixels.transpose(2, 0, 1)
 
@@ -247,7 +247,7 @@ class Audio:
     def __post_init__(self) -> None:
         """Refuses impossible values."""
         for name in ("samples", "rate", "channels"):
-            whole_number(f"{name} of a sound", getattr(self, name))
+            check_whole_number(f"{name} of a sound", getattr(self, name))
 
     def decode(self, blobs: Sequence[Any], column: str) -> tuple[Array, Array]:
         """Returns the sounds as one array, and the number of samples of each.
@@ -372,14 +372,14 @@ class Decode:
                 self.columns[name],
                 batch[name] if is_dict else batch.column(name).to_pylist(),
             )
-            blobs = [self._read_blob(value, name, row) for row, value in enumerate(values)]
+            blobs = [self._read_cell_bytes(value, name, row) for row, value in enumerate(values)]
             if isinstance(decoder, Image):
                 made[name] = decoder.decode(blobs, name)
             else:
                 made[name], made[f"{name}__length"] = decoder.decode(blobs, name)
         return made
 
-    def _read_blob(self, value: Any, column: str, row: int) -> bytes:
+    def _read_cell_bytes(self, value: Any, column: str, row: int) -> bytes:
         if isinstance(value, bytes | bytearray | memoryview):
             return bytes(value)
         if not isinstance(value, str):

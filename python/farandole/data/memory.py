@@ -74,7 +74,7 @@ def reserve_memory(needed: int) -> MemoryReservation | None:
         is free and not promised is too small.
     """
     ranks = max(1, int(os.environ.get("HOROVOD_LOCAL_SIZE") or 1))
-    free = _unpromised_bytes() // ranks
+    free = _unreserved_memory_bytes() // ranks
     if free >= needed * _FREE_SPACE_FACTOR:
         return MemoryReservation(needed)
     _log.warning(
@@ -87,7 +87,7 @@ def reserve_memory(needed: int) -> MemoryReservation | None:
     return None
 
 
-def _unpromised_bytes() -> int:
+def _unreserved_memory_bytes() -> int:
     """Returns the memory that is free, without the memory that this process will still fill."""
     reserved = sum(max(0, one.needed - one.filled) for one in list(_reservations))
     return max(0, available_memory_bytes() - _unfilled_cache_bytes() - reserved)
@@ -101,21 +101,21 @@ def _unfilled_cache_bytes() -> int:
     for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # closed meanwhile
             path = descriptor.readlink()
-            if path.name.startswith(_CACHE_FILE_PREFIX) and _is_in_memory(path.parent):
+            if path.name.startswith(_CACHE_FILE_PREFIX) and _is_memory_filesystem(path.parent):
                 found = descriptor.stat()
                 taken = found.st_blocks * _STAT_BLOCK_BYTES
                 unfilled[found.st_dev, found.st_ino] = max(0, found.st_size - taken)
     return sum(unfilled.values())
 
 
-def _is_in_memory(folder: Path) -> bool:
+def _is_memory_filesystem(folder: Path) -> bool:
     return folder == _SHARED_MEMORY_PATH or _file_system_kind(str(folder)) in _MEMORY_FILE_SYSTEMS
 
 
 def _free_cache_bytes(folder: Path | str) -> int:
     """Returns the bytes for new cache files in a directory that is in memory."""
     on_device = shutil.disk_usage(folder).free - _unfilled_cache_bytes()
-    return max(0, min(on_device, _unpromised_bytes()))
+    return max(0, min(on_device, _unreserved_memory_bytes()))
 
 
 def cache_directory(dataset: Dataset, columns: Sequence[str] | None) -> str | None:

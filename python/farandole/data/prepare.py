@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from farandole._native import prepare as native
 from farandole.data import prepared_directories
-from farandole.data.batch_counters import count_source
+from farandole.data.batch_counters import accumulate_over_source
 from farandole.data.columns import ColumnRoles, PreparedColumn, check_columns_present
-from farandole.data.encoding import source_columns
+from farandole.data.encoding import columns_of_features
 from farandole.data.inputs.sources import RowSource, SourceUnit, open_source
 from farandole.data.inputs.sql import query_source
 from farandole.data.learning import (
@@ -34,8 +34,8 @@ from farandole.data.learning import (
     read_encoding,
     write_encoding,
 )
-from farandole.data.loader_arguments import values_by_column
-from farandole.data.splits import resolve_split
+from farandole.data.loader_arguments import fill_argument_by_column
+from farandole.data.splits import resolve_validation_split
 from farandole.data.statistics import Statistics, load_or_compute_statistics
 
 if TYPE_CHECKING:
@@ -210,13 +210,13 @@ def prepare_data(
         opened = open_source(source, format=format, types=types, options=options)
     else:
         opened = query_source(source, sql, format=format, types=types, options=options)
-    roles = resolve_roles(opened, feature_cols, label_cols, sample_weight_col, validation)
+    roles = resolve_column_roles(opened, feature_cols, label_cols, sample_weight_col, validation)
     spec = {
-        **writer_spec(roles, seed, fill, allow_nan=allow_nan),
+        **native_writer_spec(roles, seed, fill, allow_nan=allow_nan),
         "compression": compression,
         "row_group_rows": row_group_rows,
     }
-    split = resolve_split(
+    split = resolve_validation_split(
         roles.validation, validation_stratify, validation_group, validation_time, seed
     )
     encoding_spec = EncodingSpec.from_arguments(categories, fill, roles.labels, split, ragged)
@@ -229,7 +229,7 @@ def prepare_data(
     done = prepare_source(
         opened, filesystem_store, roles, spec, "data", encoding_spec, threads=threads, reuse=reuse
     )
-    names = source_columns([*roles.features, *roles.labels], opened.schema.names)
+    names = columns_of_features([*roles.features, *roles.labels], opened.schema.names)
     return (
         done
         if not statistics
@@ -239,7 +239,7 @@ def prepare_data(
     )
 
 
-def resolve_roles(
+def resolve_column_roles(
     source: RowSource,
     features: Sequence[str] | None,
     labels: Sequence[str],
@@ -271,7 +271,7 @@ def resolve_roles(
     return roles
 
 
-def writer_spec(
+def native_writer_spec(
     roles: ColumnRoles,
     seed: int,
     fill: Mapping[str, Any] | float | str | None = None,
@@ -292,7 +292,7 @@ def writer_spec(
         "weight": roles.weight,
         "validation": split,
         "seed": seed,
-        "fill": fill_values_as_texts(values_by_column(fill)),
+        "fill": fill_values_as_texts(fill_argument_by_column(fill)),
         "allow_nan": allow_nan,
     }
 
@@ -337,7 +337,7 @@ def fill_values_as_texts(fill: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _encoded_units(
+def _encode_source_units(
     source: RowSource, roles: ColumnRoles, encoding: ColumnEncoding | None
 ) -> list[SourceUnit]:
     """Returns the rows as they are written."""
@@ -352,7 +352,7 @@ def _encoded_units(
     side = [] if encoding.sides is None else [encoding.sides.split.column]
     return [
         replace(unit, batches=partial(encode_batches, unit))
-        for unit in source.units(source_columns([*names, *side], source.schema.names))
+        for unit in source.units(columns_of_features([*names, *side], source.schema.names))
     ]
 
 
@@ -373,7 +373,7 @@ def prepare_source(
         source: The rows.
         store: The store for the prepared data.
         roles: The columns.
-        spec: The result of `writer_spec`, with further entries.
+        spec: The result of `native_writer_spec`, with further entries.
         kind: The caller, which decides how long the data is kept, see `prepared_directories`.
         encoding_spec: Categories, and what replaces missing values, as in `spec`.
         threads: Files read at the same time.
@@ -385,25 +385,25 @@ def prepare_source(
     if source.fingerprint is None:
         key = f"once-{uuid.uuid4().hex}"
     else:
-        key = data_key(kind, encoding_spec, _FORMAT_VERSION, source.fingerprint, spec)
+        key = prepared_data_key(kind, encoding_spec, _FORMAT_VERSION, source.fingerprint, spec)
         directory = (
-            prepared_directories.find_prepared(store, key, validates=validates) if reuse else None
+            prepared_directories.hold_complete_directory(store, key, validates=validates) if reuse else None
         )
         if directory is not None:
-            return describe_prepared(directory, validates=validates, reused=True)
+            return read_prepared_manifests(directory, validates=validates, reused=True)
     encoding = None
     if encodes:
         encoding = learn_encoding(
             source.schema,
             roles,
             encoding_spec,
-            lambda names, start: count_source(source, names, start, threads),
+            lambda names, start: accumulate_over_source(source, names, start, threads),
             is_rereadable=source.is_rereadable,
         )
 
     def write_units(directory: prepared_directories.PreparedDirectory, text: str) -> list[bytes]:
         writing = _PartitionedWrite(directory, store.prefix_path, text)
-        return writing.write_units(_encoded_units(source, roles, encoding), threads)
+        return writing.write_units(_encode_source_units(source, roles, encoding), threads)
 
     return write_prepared_data(
         store,
@@ -418,7 +418,7 @@ def prepare_source(
     )
 
 
-def data_key(kind: str, encoding_spec: EncodingSpec, *identity: Any) -> str:
+def prepared_data_key(kind: str, encoding_spec: EncodingSpec, *identity: Any) -> str:
     """Returns the key of data that other processes find again.
 
     Args:
@@ -448,7 +448,7 @@ def write_prepared_data(
     Args:
         store: The store for the prepared data.
         key: The key of the data.
-        spec: The result of `writer_spec`, with further entries.
+        spec: The result of `native_writer_spec`, with further entries.
         encoding: Encoding of the rows, if they are encoded.
         write_partitions: Writes the partitions that a directory lacks, by the native writer's
             specification; returns the results of all writers.
@@ -461,8 +461,8 @@ def write_prepared_data(
     if encoding is not None:
         spec = {
             **spec,
-            "fill": fill_values_as_texts(encoding.uncategorized_fill),
-            **encoding.writer_split_arguments,
+            "fill": fill_values_as_texts(encoding.fill_of_uncategorized_columns),
+            **encoding.native_split_arguments,
         }
     validates = spec["validation"] is not None
     directory, begun = prepared_directories.acquire_directory_to_prepare(
@@ -496,12 +496,12 @@ def write_prepared_data(
         # Not discarded while tasks may still write. The next owner of the directory empties it.
         (directory.delete_if_held if writers_may_outlive else let_go)()
         raise
-    return describe_prepared(
+    return read_prepared_manifests(
         directory, validates=validates, resumed=found, dropped=committed["dropped"]
     )
 
 
-def describe_prepared(
+def read_prepared_manifests(
     directory: prepared_directories.PreparedDirectory, *, validates: bool, **more: Any
 ) -> PreparedData:
     """Returns the content of a place's manifests."""
@@ -563,7 +563,7 @@ class _PartitionedWrite:
         missing = [
             (number, unit)
             for number, unit in enumerate(units)
-            if not self._adopt_finished_unit(number)
+            if not self._reuse_finished_unit(number)
         ]
         if len(missing) <= 1 or threads <= 1:
             for number, unit in missing:
@@ -581,7 +581,7 @@ class _PartitionedWrite:
                     pool.shutdown(cancel_futures=True)
         return [self._parts[number] for number in sorted(self._parts)]
 
-    def _adopt_finished_unit(self, number: int) -> bool:
+    def _reuse_finished_unit(self, number: int) -> bool:
         """Takes over a unit whose partitions are all finished."""
         first, parts = number * _PARTITIONS_PER_UNIT, []
         for partition in range(first, first + _PARTITIONS_PER_UNIT):

@@ -73,7 +73,7 @@ class PreparedDirectory(LeaseFile):
         train = NativeStore(self.train_url)
         # First: files without a mark are never deleted, by a later preparation either.
         train.write(_PREPARATION_FILE, _to_json({"key": key, "time": time.time()}))
-        train.empty_directory(self._file_name)
+        train.delete_content_keep_lease(self._file_name)
         NativeStore(self.val_url).delete_all()
 
     @property
@@ -136,7 +136,7 @@ class PreparedDirectory(LeaseFile):
     def discard_data(self) -> None:
         """Lets go of the place and deletes everything in it, unless the lease is gone."""
         with self._file_lock:
-            if self._stop_holding():
+            if self._give_up_holding():
                 train, val = NativeStore(self.train_url), NativeStore(self.val_url)
                 # Renewed, so that no process takes the place during the deletion.
                 if not train.renew_mark(self._file_name):
@@ -153,7 +153,7 @@ class PreparedDirectory(LeaseFile):
                 # If this process is killed now, the mark shows that the rest may be deleted.
                 train.write(_PREPARATION_FILE, _to_json({"key": "once deleted", "time": 0}))
                 val.delete_all()
-                train.clear_directory(self._file_name)
+                train.delete_content_and_lease(self._file_name)
 
 
 def note_finished_partition(
@@ -179,7 +179,7 @@ def note_finished_partition(
     train.write(f"{_FINISHED_PARTITION_PREFIX}{partition}.json", _to_json(record))
 
 
-def find_prepared(
+def hold_complete_directory(
     store: AbstractFilesystemStore, key: str, *, validates: bool
 ) -> PreparedDirectory | None:
     """Returns complete data of a key, which is not overwritten while it is in use.
@@ -195,7 +195,7 @@ def find_prepared(
     for index in _existing_directory_indices(store):
         train = NativeStore(store.get_train_data_path(index))
         is_complete = partial(_is_complete, store, index, key, validates=validates)
-        directory = _hold_directory(store, index, train.mark_in_use, is_complete)
+        directory = _hold_if_suitable(store, index, train.mark_in_use, is_complete)
         if directory is not None:
             train.write(_LAST_USE_FILE, _to_json({"time": time.time()}))
             return directory
@@ -222,21 +222,21 @@ def acquire_directory_to_prepare(
         train, val = NativeStore(url), NativeStore(store.get_val_data_path(index))
         if train.find_foreign_file(val):
             continue
-        is_unfinished = partial(_is_unfinished, url, key)
-        directory = _hold_directory(store, index, train.acquire_lease, is_unfinished)
+        is_unfinished = partial(_has_unfinished_preparation, url, key)
+        directory = _hold_if_suitable(store, index, train.acquire_lease, is_unfinished)
         if directory is not None:
             return directory, True
     for index in itertools.count():
         train = NativeStore(store.get_train_data_path(index))
         is_reusable = partial(_is_reusable_directory, store, index, key if replace else None)
-        directory = _hold_directory(store, index, train.acquire_lease, is_reusable)
+        directory = _hold_if_suitable(store, index, train.acquire_lease, is_reusable)
         if directory is not None:
             directory.begin_preparation(key)
             return directory, False
     raise AssertionError("numbers do not end")
 
 
-def _hold_directory(
+def _hold_if_suitable(
     store: AbstractFilesystemStore,
     index: int,
     hold: Callable[[], str | None],
@@ -298,7 +298,7 @@ def _unfinished_preparation_key(url: str) -> str | None:
         return None
 
 
-def _is_unfinished(url: str, key: str) -> bool:
+def _has_unfinished_preparation(url: str, key: str) -> bool:
     return _unfinished_preparation_key(url) == key and not NativeStore(url).exists(MANIFEST_FILE)
 
 

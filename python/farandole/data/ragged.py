@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from farandole.common.check import whole_number
+from farandole.common.check import check_whole_number
 from farandole.data.arrow import is_list_type, pa, pc
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Nested:
 def _check_whole_numbers(**numbers: Any) -> None:
     for name, number in numbers.items():
         if number is not None:
-            whole_number(f"{name} of a ragged column", number)
+            check_whole_number(f"{name} of a ragged column", number)
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +130,7 @@ def is_nested(value: Any) -> bool:
     return isinstance(value, Nested) or bool(nested)
 
 
-def lengths_column(name: str) -> str:
+def lengths_column_name(name: str) -> str:
     """Returns the name of the column of lengths that accompanies the values of a nested column.
 
     Args:
@@ -165,10 +165,10 @@ class Ragged:
         Args:
             longest: largest length of its rows.
         """
-        return min(self.max_length, max(1, -(-longest // self._bucket_step)) * self._bucket_step)
+        return min(self.max_length, max(1, -(-longest // self._padded_length_step)) * self._padded_length_step)
 
     @property
-    def _bucket_step(self) -> int:
+    def _padded_length_step(self) -> int:
         """Step between the lengths of batches: every length is a multiple."""
         return -(-self.max_length // self.buckets)
 
@@ -206,13 +206,13 @@ class Ragged:
             np.diff(np.frombuffer(ends, np.int64)) // np.dtype(self.dtype).itemsize, self.max_length
         )
 
-    def reader_padding(self, *, fixed: bool = False) -> tuple[bytes, int, int, bool]:
+    def native_padding_argument(self, *, fixed: bool = False) -> tuple[bytes, int, int, bool]:
         """Returns how the native reader pads the rows: an item of its argument `pad`.
 
         Args:
             fixed: as in `padded`.
         """
-        return np.array(self.value, self.dtype).tobytes(), self.max_length, self._bucket_step, fixed
+        return np.array(self.value, self.dtype).tobytes(), self.max_length, self._padded_length_step, fixed
 
     def read_padded(self, batch: Batch, name: str) -> Array:
         """Returns the padded rows of a batch of prepared data, (rows, length), in the memory of the

@@ -36,12 +36,12 @@ class RowPiece(NamedTuple):
     offset: int = 0
     stride: int = 1
 
-    def split_part(self, number: int, parts: int) -> RowPiece:
+    def part_of_piece(self, number: int, parts: int) -> RowPiece:
         """Returns one of several parts of the piece."""
         return self._replace(offset=self.offset + number * self.stride, stride=self.stride * parts)
 
 
-class AssignmentRound(NamedTuple):
+class RoundPieces(NamedTuple):
     """Pieces of several ranks."""
 
     whole: RowPiece
@@ -52,7 +52,7 @@ class AssignmentRound(NamedTuple):
     def piece_of_rank(self, number: int) -> RowPiece:
         """Returns the piece of one rank."""
         return (
-            self.whole.split_part(number, self.size)
+            self.whole.part_of_piece(number, self.size)
             if self.is_divided
             else self.whole._replace(rank=number)
         )
@@ -94,7 +94,7 @@ class RowAssignment:
     position: UnassignedRows
     rounds: int = 0
     """Rounds assigned since the last finished step."""
-    dealt_rounds: list[AssignmentRound] = field(default_factory=list)
+    dealt_rounds: list[RoundPieces] = field(default_factory=list)
     """The rows assigned since the last finished step."""
     taken_pieces: list[RowPiece] = field(default_factory=list)
     """The rows that this rank has taken since the last finished step."""
@@ -103,7 +103,7 @@ class RowAssignment:
 
     @classmethod
     def from_records(cls, records: Sequence[dict[str, Any] | None]) -> RowAssignment:
-        """Returns the state of a new rank, from the other ranks' records; call `adopt_agreement`
+        """Returns the state of a new rank, from the other ranks' records; call `adopt_agreed_records`
         next.
         """
         known = next(record for record in records if record is not None)
@@ -111,18 +111,18 @@ class RowAssignment:
 
     def __post_init__(self) -> None:
         """Skips an epoch without remaining rows."""
-        self.start_at(self.position)
+        self.reset_to_position(self.position)
 
     @property
     def epoch(self) -> int:
         """The epoch of the next piece."""
         return (
             self.position.epoch
-            if self.pending_pieces or self._has_more(self.position)
+            if self.pending_pieces or self._has_unassigned_rows(self.position)
             else self.position.epoch + 1
         )
 
-    def start_at(self, position: UnassignedRows) -> None:
+    def reset_to_position(self, position: UnassignedRows) -> None:
         """Begins at a position, without assigned pieces."""
         self.position, self.rounds, self.dealt_rounds, self.taken_pieces, self.pending_pieces = (
             position,
@@ -143,9 +143,9 @@ class RowAssignment:
         if self.pending_pieces and self.pending_pieces[0].epoch <= epoch:
             self.taken_pieces.append(self.pending_pieces.pop(0))
             return self.taken_pieces[-1]
-        if self.pending_pieces or self.position.epoch != epoch or not self._has_more(self.position):
+        if self.pending_pieces or self.position.epoch != epoch or not self._has_unassigned_rows(self.position):
             return None
-        self.position, dealt = self._deal_round(self.position, self.size)
+        self.position, dealt = self._assign_next_round(self.position, self.size)
         self.rounds += 1
         self.dealt_rounds.append(dealt)
         self.taken_pieces.append(dealt.piece_of_rank(self.rank))
@@ -169,26 +169,26 @@ class RowAssignment:
         """
         self.rounds, self.dealt_rounds, self.taken_pieces = 0, [], []
 
-    def _has_more(self, position: UnassignedRows) -> bool:
+    def _has_unassigned_rows(self, position: UnassignedRows) -> bool:
         min_rows = self.size * self.batch if self.drops else 1
         return bool(position.lost_pieces) or self.total - position.start >= min_rows
 
-    def _deal_round(
+    def _assign_next_round(
         self, position: UnassignedRows, size: int
-    ) -> tuple[UnassignedRows, AssignmentRound]:
+    ) -> tuple[UnassignedRows, RoundPieces]:
         """Assigns one piece to each of `size` ranks; the pieces are empty when no row is left."""
         remaining_rows = self.total - position.start
         if remaining_rows >= (size * self.batch if self.drops else 1):
             whole = RowPiece(position.epoch, position.start, 0, size, self.batch)
             return replace(
                 position, start=min(position.start + size * self.batch, self.total)
-            ), AssignmentRound(whole, size, False)
+            ), RoundPieces(whole, size, False)
         if position.lost_pieces:
-            return replace(position, lost_pieces=position.lost_pieces[1:]), AssignmentRound(
+            return replace(position, lost_pieces=position.lost_pieces[1:]), RoundPieces(
                 position.lost_pieces[0], size, True
             )
         nothing = RowPiece(position.epoch, 0, 0, 1, 1, offset=1)
-        return position, AssignmentRound(nothing, size, True)
+        return position, RoundPieces(nothing, size, True)
 
     def piece_row_count(self, piece: RowPiece) -> int:
         """Returns the number of rows of a piece."""
@@ -207,7 +207,7 @@ class RowAssignment:
         kind = {"total": self.total, "batch": self.batch, "drops": self.drops}
         return {**kind, "place": self.position, "rounds": rounds, "dealt": dealt, "hand": hand}
 
-    def adopt_agreement(self, records: Sequence[dict[str, Any] | None], rank: int) -> None:
+    def adopt_agreed_records(self, records: Sequence[dict[str, Any] | None], rank: int) -> None:
         """Takes over the agreed state of the ranks of a new world.
 
         Args:
@@ -225,13 +225,13 @@ class RowAssignment:
         position = replace(best["place"], lost_pieces=(*best["place"].lost_pieces, *lost))
         self.rank, self.size = rank, len(records)
         self.rounds = best["rounds"]
-        self.dealt_rounds = [AssignmentRound(piece, 1, True) for hand in hands for piece in hand]
+        self.dealt_rounds = [RoundPieces(piece, 1, True) for hand in hands for piece in hand]
         self.taken_pieces, self.pending_pieces = list(hands[rank]), []
         for turn in range(self.rounds):
             sharers = [other for other, hand in enumerate(hands) if len(hand) <= turn]
             if not sharers:
                 continue
-            position, turned = self._deal_round(position, len(sharers))
+            position, turned = self._assign_next_round(position, len(sharers))
             self.dealt_rounds.append(turned)
             if rank in sharers:
                 self.pending_pieces.append(turned.piece_of_rank(sharers.index(rank)))

@@ -61,7 +61,7 @@ def warn_of_skipped_columns(dataset: Dataset, read: Container[str], rows_text: s
     )
 
 
-def add_advice(error: ValueError) -> ValueError:
+def with_column_advice(error: ValueError) -> ValueError:
     """Returns an error about a requested column, with advice to the user.
 
     Args:
@@ -81,10 +81,10 @@ def is_unreadable_column(dataset: Dataset, name: str) -> bool:
         dataset: The opened data set.
         name: Name of the column.
     """
-    return _REFUSAL_PHRASE in _refusal(dataset, name)
+    return _REFUSAL_PHRASE in _native_refusal_text(dataset, name)
 
 
-def _refusal(dataset: Dataset, name: str) -> str:
+def _native_refusal_text(dataset: Dataset, name: str) -> str:
     """Returns the native reader's error about a column; an empty text if it reads the column."""
     try:
         Reader(dataset, columns=[name], batch_size=1)
@@ -95,7 +95,7 @@ def _refusal(dataset: Dataset, name: str) -> str:
 
 def _skip_reason(dataset: Dataset, name: str, dtype: str) -> tuple[str, str]:
     """Returns the reason why a column is left out, and a description of its type."""
-    refusal = _refusal(dataset, name)
+    refusal = _native_refusal_text(dataset, name)
     if refusal:
         reason = refusal.partition(_REFUSAL_PHRASE)[2] or refusal
         type_text = (

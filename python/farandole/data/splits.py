@@ -45,9 +45,9 @@ class ValidationSplit:
     hashed: tuple[str, ...] = ()
     """Columns whose content decides, with `stratify`."""
 
-    def start_collector(self) -> Any:
+    def make_split_collector(self) -> Any:
         """Returns the facts about all rows that the split needs."""
-        return {"stratify": _ClassHashes, "group": _GroupHashes, "time": _TimeQuantiles}[self.by](
+        return {"stratify": _ClassHashCollector, "group": _GroupHashRange, "time": _TimeQuantileCollector}[self.by](
             self
         )
 
@@ -57,7 +57,7 @@ class ValidationSplit:
         return list(dict.fromkeys([self.column, *self.hashed]))
 
 
-def resolve_split(
+def resolve_validation_split(
     share: float | str | None, stratify: str | None, group: str | None, time: str | None, seed: int
 ) -> ValidationSplit | None:
     """Returns the split that three arguments ask for; `None` where rows alone decide.
@@ -161,7 +161,7 @@ def _hash_text(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def _column_texts(column: Any) -> tuple[list[str | None], Hashes]:
+def _distinct_texts_and_indices(column: Any) -> tuple[list[str | None], Hashes]:
     """Returns the values of a column as texts, and which of them each row has."""
     coded = column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
     values = [None if value is None else str(value) for value in coded.dictionary.to_pylist()]
@@ -170,7 +170,7 @@ def _column_texts(column: Any) -> tuple[list[str | None], Hashes]:
 
 
 @dataclass
-class _ClassHashes:
+class _ClassHashCollector:
     """Rows of each class, and the least of their hashes."""
 
     split: ValidationSplit
@@ -179,19 +179,19 @@ class _ClassHashes:
 
     def add(self, batch: pa.RecordBatch) -> None:
         """Counts the rows of a batch."""
-        values, places = _column_texts(batch.column(self.split.column))
+        values, places = _distinct_texts_and_indices(batch.column(self.split.column))
         found = row_hashes(batch, self.split.hashed, self.split.seed)
         for index, value in enumerate(values):
             own = found[places == index]
             if len(own):
-                self._add_class(value, len(own), own)
+                self._add_class_hashes(value, len(own), own)
 
-    def merge(self, other: _ClassHashes) -> None:
+    def merge(self, other: _ClassHashCollector) -> None:
         """Adds the counts of another task."""
         for value, count in other.counts.items():
-            self._add_class(value, count, other.smallest[value])
+            self._add_class_hashes(value, count, other.smallest[value])
 
-    def _add_class(self, value: str | None, count: int, own: Hashes) -> None:
+    def _add_class_hashes(self, value: str | None, count: int, own: Hashes) -> None:
         self.counts[value] = self.counts.get(value, 0) + count
         whole = np.sort(
             np.concatenate([self.smallest[value], own]) if value in self.smallest else own
@@ -203,7 +203,7 @@ class _ClassHashes:
                 f"out of"
             )
 
-    def make_rule(self) -> HeldOutRule:
+    def make_held_out_rule(self) -> HeldOutRule:
         """Returns the rule for each row's side. If a class has two rows or more, both sides get at
         least one.
 
@@ -230,7 +230,7 @@ class _ClassHashes:
 
 
 @dataclass
-class _GroupHashes:
+class _GroupHashRange:
     """The hashes of groups."""
 
     split: ValidationSplit
@@ -246,14 +246,14 @@ class _GroupHashes:
                 max(self.largest, int(found.max())),
             )
 
-    def merge(self, other: _GroupHashes) -> None:
+    def merge(self, other: _GroupHashRange) -> None:
         """Adds the counts of another task."""
         self.smallest, self.largest = (
             min(self.smallest, other.smallest),
             max(self.largest, other.largest),
         )
 
-    def make_rule(self) -> HeldOutRule:
+    def make_held_out_rule(self) -> HeldOutRule:
         """Returns the rule for each group's side.
 
         Raises:
@@ -266,7 +266,7 @@ class _GroupHashes:
 
 
 @dataclass
-class _TimeQuantiles:
+class _TimeQuantileCollector:
     """The split of rows by their time."""
 
     split: ValidationSplit
@@ -278,19 +278,19 @@ class _TimeQuantiles:
         Raises:
             ValueError: rows without a time.
         """
-        self.quantile.add(_require_values(batch.column(self.split.column), self.split.column))
+        self.quantile.add(_require_no_nulls(batch.column(self.split.column), self.split.column))
 
-    def merge(self, other: _TimeQuantiles) -> None:
+    def merge(self, other: _TimeQuantileCollector) -> None:
         """Adds the counts of another task."""
         self.quantile.merge(other.quantile)
 
-    def make_rule(self) -> HeldOutRule:
+    def make_held_out_rule(self) -> HeldOutRule:
         """Returns the rule that holds out the latest rows.
 
         Raises:
             ValueError: all rows are of one time.
         """
-        cut = self.quantile.split_point(1.0 - self.split.share)
+        cut = self.quantile.quantile_split_point(1.0 - self.split.share)
         if cut is None:
             raise ValueError(
                 f"column {self.split.column!r} has one time, so no rows are later than others"
@@ -298,7 +298,7 @@ class _TimeQuantiles:
         return HeldOutRule(self.split, cut=cut)
 
 
-def _require_values(column: Any, name: str) -> Any:
+def _require_no_nulls(column: Any, name: str) -> Any:
     if column.null_count:
         raise ValueError(
             f"column {name!r} has nulls in {column.null_count} rows, so these rows cannot be "
@@ -325,10 +325,10 @@ class HeldOutRule:
         split = self.split
         if split.by == "time":
             return pa.array(
-                finite_numbers(_require_values(batch.column(split.column), split.column)) > self.cut
+                finite_numbers(_require_no_nulls(batch.column(split.column), split.column)) > self.cut
             )
         if split.by == "group":
             return pa.array(row_hashes(batch, [split.column], split.seed) < np.uint64(self.bound))
-        values, places = _column_texts(batch.column(split.column))
+        values, places = _distinct_texts_and_indices(batch.column(split.column))
         bounds = np.array([self.bounds.get(value, 0) for value in values], np.uint64)[places]
         return pa.array(row_hashes(batch, split.hashed, split.seed) < bounds)

@@ -14,7 +14,7 @@ import numpy as np
 
 from farandole._native.store import Store as NativeStore
 from farandole.data.arrow import decode_dictionary, is_list_type, is_number_type, is_text_type, pa
-from farandole.data.batch_counters import count_on_executors, count_source, numbered_columns
+from farandole.data.batch_counters import accumulate_on_executors, accumulate_over_source, alias_columns_by_number
 from farandole.data.column_accumulators import ExactMean, QuantileSketch, finite_numbers
 from farandole.data.columns import refuse_missing_columns
 from farandole.data.inputs.frames import is_spark_dataframe
@@ -174,7 +174,7 @@ def read_statistics(url: str) -> Statistics | None:
     )
     if values is None:
         return None
-    with small_files.name_damage(f"{url}/{_STATISTICS_FILE}"):
+    with small_files.raise_as_damaged_file(f"{url}/{_STATISTICS_FILE}"):
         return Statistics.of_values(values)
 
 
@@ -275,7 +275,7 @@ class _StatisticsCollector:
             # The largest number of its cell: the rows in the cell are then below the edge in any
             # other count, too.
             deciles = [
-                self.cells.quantile_cell_end(bin_ / _DECILE_BINS) for bin_ in range(1, _DECILE_BINS)
+                self.cells.least_cell_end_covering(bin_ / _DECILE_BINS) for bin_ in range(1, _DECILE_BINS)
             ]
             edges = sorted({earlier for earlier in deciles if earlier is not None})
             cells, rows = self.cells.sorted_numbers()
@@ -340,14 +340,14 @@ def _collect_statistics(
         refuse_missing_columns(columns, names, "the source")
         names = columns
     if isinstance(source, RowSource):
-        kinds = [_statistics_kind(source.schema.field(name).type) for name in names]
+        kinds = [_statistics_kind_of_type(source.schema.field(name).type) for name in names]
         start = partial(_ColumnCollectors, dict(zip(names, kinds, strict=True)), before or {})
-        return count_source(source, names, start, threads).columns
-    chosen = numbered_columns(source, names)
+        return accumulate_over_source(source, names, start, threads).columns
+    chosen = alias_columns_by_number(source, names)
     types = [field.dataType.typeName() for field in chosen.schema.fields]
     kinds = [_SPARK_KINDS.get(kind, "other") for kind in types]
     start = partial(_ColumnCollectors, dict(zip(names, kinds, strict=True)), before or {})
-    return count_on_executors(chosen, names, start, lambda frame: frame.collect()).columns
+    return accumulate_on_executors(chosen, names, start, lambda frame: frame.collect()).columns
 
 
 def _open_rows(source: Any, reading: dict[str, Any]) -> Any:
@@ -363,7 +363,7 @@ def _column_names(source: Any) -> list[str]:
     return source.schema.names if isinstance(source, RowSource) else source.columns
 
 
-def _statistics_kind(kind: Any) -> str:
+def _statistics_kind_of_type(kind: Any) -> str:
     inner = kind.value_type if pa.types.is_dictionary(kind) else kind
     if is_number_type(inner) or pa.types.is_temporal(inner):
         return "number"

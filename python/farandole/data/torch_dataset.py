@@ -84,7 +84,7 @@ class TorchDataset(IterableDataset):
             self._started[info.id] = epoch - int(self._base[0]) + 1
             self._resumed = None
         self._done, self._position = self._skip, (epoch, start, info.num_workers)
-        for batch in self._loader._worker_batches(  # noqa: SLF001
+        for batch in self._loader._batches_of_worker_process(  # noqa: SLF001
             info.id, info.num_workers, epoch, start, self._skip
         ):
             self._done += 1

@@ -35,7 +35,7 @@ TRANSFORM_POOLS = ("thread", "process", "dummy")
 """Places where a function may run; `dummy` is the thread that iterates."""
 
 
-class ResultShapes:
+class ResultShapeRecord:
     """The types and shapes of a function's results, for those results that have no rows.
 
     A result without rows has no types and shapes: an empty list column has no length.
@@ -57,11 +57,11 @@ class ResultShapes:
                 once.
         """
         if _has_rows(result):
-            self._known = self._known or _without_rows(result)
+            self._known = self._known or _empty_copies(result)
             return result
         if self._known is None:
             with closing(others()) as found:
-                self._known = next((_without_rows(one) for one in found if _has_rows(one)), {})
+                self._known = next((_empty_copies(one) for one in found if _has_rows(one)), {})
         return result | self._known
 
 
@@ -85,7 +85,7 @@ class BatchTransform:
             raise ValueError(f"transform_workers must be at least 1: {workers}")
         self.function, self.workers, self.pool = function, workers, pool
         self._processes: ProcessPoolExecutor | None = None
-        self._shapes = ResultShapes()
+        self._shapes = ResultShapeRecord()
 
     def __getstate__(self) -> tuple[bytes, int, str]:
         """Returns the state without workers; the function is pickled by value."""
@@ -95,7 +95,7 @@ class BatchTransform:
         """Starts nothing yet."""
         function, self.workers, self.pool = state
         self.function = cloudpickle.loads(function)
-        self._processes, self._shapes = None, ResultShapes()
+        self._processes, self._shapes = None, ResultShapeRecord()
 
     def transform_batches(
         self, batches: Iterator[Batch], fields: Sequence[DatasetField], reader: Callable[[], Reader]
@@ -114,7 +114,7 @@ class BatchTransform:
         def transform_all_batches() -> Generator[dict[str, Any]]:
             with closing(reader().read_epoch(0, 0)) as found:
                 for batch in found:
-                    yield _result_arrays(self.function(batch_to_arrow(batch, fields)))
+                    yield _check_result_arrays(self.function(batch_to_arrow(batch, fields)))
 
         with closing(self._ordered_results(batches, fields)) as results:
             for batch, result in results:
@@ -125,20 +125,20 @@ class BatchTransform:
     ) -> Generator[tuple[Batch, dict[str, Any]]]:
         if self.pool == "dummy":
             for batch in batches:
-                yield batch, _result_arrays(self.function(batch_to_arrow(batch, fields)))
+                yield batch, _check_result_arrays(self.function(batch_to_arrow(batch, fields)))
             return
         waiting: deque[tuple[Batch, Any]] = deque()
         executor = self._worker_executor()
-        call = _call_in_worker if self.pool == "process" else self.function
+        call = _transform_in_worker if self.pool == "process" else self.function
         try:
             for batch in batches:
                 waiting.append((batch, executor.submit(call, batch_to_arrow(batch, fields))))
                 if len(waiting) > 2 * self.workers:
                     first, result = waiting.popleft()
-                    yield first, _result_arrays(result.result())
+                    yield first, _check_result_arrays(result.result())
             while waiting:
                 first, result = waiting.popleft()
-                yield first, _result_arrays(result.result())
+                yield first, _check_result_arrays(result.result())
         finally:
             for _, result in waiting:
                 result.cancel()
@@ -152,7 +152,7 @@ class BatchTransform:
             # A fork of this process would have its locks but not its threads.
             context = multiprocessing.get_context("forkserver")
             function = pickling.pickle_by_value(self.function)
-            self._processes = ProcessPoolExecutor(self.workers, context, _start_worker, (function,))
+            self._processes = ProcessPoolExecutor(self.workers, context, _initialize_worker_process, (function,))
         return self._processes
 
     def close(self) -> None:
@@ -165,24 +165,24 @@ class BatchTransform:
 _worker_function: Callable[[Any], Any] | None = None
 
 
-def _start_worker(function: bytes) -> None:
+def _initialize_worker_process(function: bytes) -> None:
     """Initializes a worker process: loads the function and watches the parent process."""
     global _worker_function  # noqa: PLW0603 - a worker has one function
     _worker_function = cloudpickle.loads(function)
-    threading.Thread(target=_die_with_parent, name="fd-watch-parent", daemon=True).start()
+    threading.Thread(target=_exit_when_parent_ends, name="fd-watch-parent", daemon=True).start()
 
 
-def _die_with_parent() -> None:
+def _exit_when_parent_ends() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         multiprocessing.connection.wait([parent.sentinel])
         os._exit(1)
 
 
-def _call_in_worker(batch: Any) -> Any:
+def _transform_in_worker(batch: Any) -> Any:
     if _worker_function is None:
         raise RuntimeError("this worker process has no function")
-    return _result_arrays(_worker_function(batch))
+    return _check_result_arrays(_worker_function(batch))
 
 
 def batch_to_arrow(batch: Batch, fields: Sequence[DatasetField]) -> Any:
@@ -219,7 +219,7 @@ def _has_rows(result: dict[str, Any]) -> bool:
     return any(len(values) for values in result.values())
 
 
-def _without_rows(result: dict[str, Any]) -> dict[str, Any]:
+def _empty_copies(result: dict[str, Any]) -> dict[str, Any]:
     """Returns copies of the arrays or tensors with zero rows; arrays that cannot be sliced by rows
     are left out.
     """
@@ -233,7 +233,7 @@ def _without_rows(result: dict[str, Any]) -> dict[str, Any]:
     return none
 
 
-def _result_arrays(result: Any) -> dict[str, Any]:
+def _check_result_arrays(result: Any) -> dict[str, Any]:
     """Returns the result of a function, as arrays by name."""
     if isinstance(result, dict):
         return result

@@ -40,7 +40,7 @@ def is_traced(values: Sequence[Any]) -> bool:
     return any(isinstance(value, Tracer) for value in values)
 
 
-def call_on_arrays(
+def run_now_or_in_jit(
     operation: Callable[[list[Any], str | None], Sequence[Any]],
     values: Sequence[Any],
     results: Callable[[], Sequence[jax.ShapeDtypeStruct]],

@@ -14,8 +14,8 @@ import farandole.numpy as plain
 from farandole.common import basics
 from farandole.common.handles import member_ranks, row_count_of_this_rank
 from farandole.common.process_sets import ProcessSet, global_process_set
-from farandole.common.util import Average, Sum, choose_op
-from farandole.jax._call import call_on_arrays, is_traced, shape_dtype_of
+from farandole.common.util import Average, Sum, resolve_op_argument
+from farandole.jax._call import run_now_or_in_jit, is_traced, shape_dtype_of
 from farandole.numpy.move import allgather_with_row_counts
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def _make_differentiable(
     return function
 
 
-def _backward_name(name: str | None) -> str | None:
+def _gradient_operation_name(name: str | None) -> str | None:
     return None if name is None else f"{name}.backward"
 
 
@@ -49,14 +49,14 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[jax.Array]:
     """Combines several arrays over all ranks as one unit; else as `allreduce`."""
-    op = choose_op(op, average)
+    op = resolve_op_argument(op, average)
     factors = (prescale_factor, postscale_factor)
 
     def run_grouped_allreduce(arrays: list[Any], name: str | None) -> Sequence[Any]:
         return plain.grouped_allreduce(arrays, None, name, op, *factors, process_set)
 
     def grouped_allreduce_forward(*values: Any) -> list[jax.Array]:
-        return call_on_arrays(
+        return run_now_or_in_jit(
             run_grouped_allreduce, values, lambda: [shape_dtype_of(value) for value in values], name
         )
 
@@ -64,7 +64,7 @@ def grouped_allreduce(
         if op not in (Average, Sum):
             raise ValueError("only Average and Sum have a gradient")
         return tuple(
-            grouped_allreduce(grads, None, _backward_name(name), op, *factors, process_set)
+            grouped_allreduce(grads, None, _gradient_operation_name(name), op, *factors, process_set)
         )
 
     if not tensors:
@@ -104,19 +104,19 @@ def allreduce(
         FarandoleInternalError: When a peer failed or the session was shut down. Under jit both
             arrive as `jax.errors.JaxRuntimeError` with the same text.
     """
-    op = choose_op(op, average)
+    op = resolve_op_argument(op, average)
     factors = (prescale_factor, postscale_factor)
 
     def run_allreduce(arrays: list[Any], name: str | None) -> Sequence[Any]:
         return [plain.allreduce(arrays[0], None, name, op, *factors, process_set)]
 
     def allreduce_forward(value: Any) -> jax.Array:
-        return call_on_arrays(run_allreduce, [value], lambda: [shape_dtype_of(value)], name)[0]
+        return run_now_or_in_jit(run_allreduce, [value], lambda: [shape_dtype_of(value)], name)[0]
 
     def allreduce_backward(grad: Any) -> tuple[jax.Array]:
         if op not in (Average, Sum):
             raise ValueError("only Average and Sum have a gradient")
-        return (allreduce(grad, None, _backward_name(name), op, *factors, process_set),)
+        return (allreduce(grad, None, _gradient_operation_name(name), op, *factors, process_set),)
 
     return _make_differentiable(allreduce_forward, allreduce_backward)(jnp.asarray(tensor))
 
@@ -167,12 +167,12 @@ def allgather(
     def allgather_forward(value: Any) -> jax.Array:
         operation = run_equal_rows_allgather if is_traced([value]) else run_allgather
         shape = (value.shape[0] * len(members), *value.shape[1:])
-        return call_on_arrays(
+        return run_now_or_in_jit(
             operation, [value], lambda: [jax.ShapeDtypeStruct(shape, value.dtype)], name
         )[0]
 
     def allgather_backward(grad: Any) -> tuple[jax.Array]:
-        total = allreduce(grad, None, _backward_name(name), Sum, process_set=process_set)
+        total = allreduce(grad, None, _gradient_operation_name(name), Sum, process_set=process_set)
         own_index = members.index(basics.rank())
         # Under jit all counts are equal, or the operation fails.
         start = sum(counts[:own_index])
@@ -209,10 +209,10 @@ def broadcast(
         return [plain.broadcast(arrays[0], root_rank, name, process_set)]
 
     def broadcast_forward(value: Any) -> jax.Array:
-        return call_on_arrays(run_broadcast, [value], lambda: [shape_dtype_of(value)], name)[0]
+        return run_now_or_in_jit(run_broadcast, [value], lambda: [shape_dtype_of(value)], name)[0]
 
     def broadcast_backward(grad: Any) -> tuple[jax.Array]:
-        total = allreduce(grad, None, _backward_name(name), Sum, process_set=process_set)
+        total = allreduce(grad, None, _gradient_operation_name(name), Sum, process_set=process_set)
         return (total if basics.rank() == root_rank else jnp.zeros_like(total),)
 
     return _make_differentiable(broadcast_forward, broadcast_backward)(jnp.asarray(tensor))
@@ -256,11 +256,11 @@ def alltoall(
         return [rows]
 
     def alltoall_forward(value: Any) -> jax.Array:
-        return call_on_arrays(run_alltoall, [value], lambda: [shape_dtype_of(value)], name)[0]
+        return run_now_or_in_jit(run_alltoall, [value], lambda: [shape_dtype_of(value)], name)[0]
 
     def alltoall_backward(grad: Any) -> tuple[jax.Array]:
         back = None if is_traced([grad]) or received[0] is None else received[0].tolist()
-        result = alltoall(grad, back, _backward_name(name), process_set)
+        result = alltoall(grad, back, _gradient_operation_name(name), process_set)
         return (result if back is None else result[0],)
 
     rows = _make_differentiable(alltoall_forward, alltoall_backward)(value)
@@ -313,7 +313,7 @@ def reducescatter(
 
     def reducescatter_forward(value: Any) -> jax.Array:
         shape = (rows, *value.shape[1:])
-        return call_on_arrays(
+        return run_now_or_in_jit(
             run_reducescatter, [value], lambda: [jax.ShapeDtypeStruct(shape, value.dtype)], name
         )[0]
 
@@ -321,11 +321,11 @@ def reducescatter(
         def run_allgather(arrays: list[Any], name: str | None) -> Sequence[Any]:
             return [plain.allgather(arrays[0], name, process_set)]
 
-        whole = call_on_arrays(
+        whole = run_now_or_in_jit(
             run_allgather,
             [grad],
             lambda: [jax.ShapeDtypeStruct(value.shape, grad.dtype)],
-            _backward_name(name),
+            _gradient_operation_name(name),
         )[0]
         factor = prescale_factor * postscale_factor / (size if op == Average else 1)
         return ((whole * factor).astype(grad.dtype),)

@@ -35,7 +35,7 @@ _FABRIC_PACKAGES = {
 }
 
 
-class _SessionEnvironment:
+class _SessionClusterEnvironment:
     """Ranks and sizes of the session, which starts with the first question."""
 
     @property
@@ -100,7 +100,7 @@ class _PlainValueBroadcast:
         return broadcast_value(obj, src, "lightning.broadcast") if hvd.is_initialized() else obj
 
 
-class _CpuBatchNorms:
+class _RefusesCpuSyncBatchNorm:
     """Mixed in before a strategy: refuses batch norms that work on GPUs only."""
 
     def configure_ddp(self: Any) -> None:
@@ -120,7 +120,7 @@ class _CpuBatchNorms:
         super().configure_ddp()  # type: ignore[misc]
 
 
-class _ExactMeans:
+class _ExactIntegerMeans:
     """Reduces tensors. Lightning divides the mean of sums over ranks by the mean of counts of
     rows, and a mean of integers would be rounded.
     """
@@ -136,7 +136,7 @@ class _ExactMeans:
 
 
 @cache
-def environment_class(package: str) -> type[Any]:
+def cluster_environment_class(package: str) -> type[Any]:
     """Returns the class of Lightning's view of Farandole's world, for one of its packages.
 
     Args:
@@ -145,8 +145,8 @@ def environment_class(package: str) -> type[Any]:
     base = import_module(f"{_FABRIC_PACKAGES[package]}.plugins").ClusterEnvironment
     return type(
         "FarandoleEnvironment",
-        (_SessionEnvironment, base),
-        {"__doc__": _SessionEnvironment.__doc__, "__module__": __name__},
+        (_SessionClusterEnvironment, base),
+        {"__doc__": _SessionClusterEnvironment.__doc__, "__module__": __name__},
     )
 
 
@@ -160,7 +160,7 @@ def strategy_class(package: str) -> type[Any]:
     base: type[DDPStrategy] = import_module(f"{package}.strategies").DDPStrategy
     rank_zero = import_module(f"{package}.utilities.rank_zero").rank_zero_only
 
-    class FarandoleStrategy(_PlainValueBroadcast, _CpuBatchNorms, _ExactMeans, base):
+    class FarandoleStrategy(_PlainValueBroadcast, _RefusesCpuSyncBatchNorm, _ExactIntegerMeans, base):
         """Trains one model on all ranks of Farandole's world.
 
         Args:
@@ -171,7 +171,7 @@ def strategy_class(package: str) -> type[Any]:
         strategy_name = "farandole"
 
         def __init__(self, **kwargs: Any) -> None:
-            kwargs.setdefault("cluster_environment", environment_class(package)())
+            kwargs.setdefault("cluster_environment", cluster_environment_class(package)())
             super().__init__(process_group_backend="farandole", **kwargs)
 
         @property
@@ -261,7 +261,7 @@ _DEFAULT_PACKAGE = next(
     ),
 )
 
-FarandoleEnvironment = environment_class(_DEFAULT_PACKAGE)
+FarandoleEnvironment = cluster_environment_class(_DEFAULT_PACKAGE)
 """The cluster environment of Lightning in a world of Farandole: its ranks and its size."""
 FarandoleStrategy = strategy_class(_DEFAULT_PACKAGE)
 """Lightning's strategy: `DistributedDataParallel` over Farandole's engine. Its names are

@@ -37,8 +37,8 @@ from farandole.common.basics import (
 )
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.timeline import start_timeline, stop_timeline
-from farandole.common.util import Adasum, Average, Max, Min, Product, Sum, choose_op
-from farandole.common.util import choose_op as handle_average_backwards_compatibility
+from farandole.common.util import Adasum, Average, Max, Min, Product, Sum, resolve_op_argument
+from farandole.common.util import resolve_op_argument as handle_average_backwards_compatibility
 
 mx: Any = mxnet  # nothing of it is annotated
 
@@ -95,8 +95,8 @@ def _to_mxnet_array(tensor: Any, value: Any) -> Any:
     return make(value, ctx=tensor.context, dtype=value.dtype)
 
 
-def _choose_supported_op(op: int | None, average: bool | None) -> int:
-    chosen = choose_op(op, average)
+def _resolve_supported_op(op: int | None, average: bool | None) -> int:
+    chosen = resolve_op_argument(op, average)
     if chosen == Adasum:
         raise ValueError("Adasum is not offered for MXNet")
     return chosen
@@ -132,7 +132,7 @@ def grouped_allreduce(
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
     del priority
-    op = _choose_supported_op(op, average)
+    op = _resolve_supported_op(op, average)
     if not tensors:
         return []
     reduced = arrays.grouped_allreduce(

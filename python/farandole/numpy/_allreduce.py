@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from farandole._native import engine
 from farandole.common.handles import process_set_number
 from farandole.common.process_sets import ProcessSet, global_process_set
-from farandole.common.util import choose_op
+from farandole.common.util import resolve_op_argument
 from farandole.numpy._arrays import (
     Array,
-    as_input,
-    as_input_and_output,
+    to_engine_input,
+    to_engine_input_and_output,
     copy_back,
     data_address,
     dtype_number,
@@ -41,7 +41,7 @@ def _start_allreduce(
 ) -> int:
     """Starts an allreduce into a new array; `caller_waits` when `synchronize` follows at once."""
     number = process_set_number(process_set)
-    source, target = as_input_and_output(value)
+    source, target = to_engine_input_and_output(value)
     return table.submit_operation(
         (source, target),
         lambda _: target,
@@ -71,7 +71,7 @@ def _start_allreduce_in_place(
     """
     number = process_set_number(process_set)
     array = require_in_place(value)
-    work = as_input(array)
+    work = to_engine_input(array)
     address = data_address(work)
     return table.submit_operation(
         work,
@@ -119,7 +119,7 @@ def allreduce_async(
         ValueError: When an argument is wrong, or an operation with this name is in progress.
         FarandoleInternalError: When the world is broken already.
     """
-    op = choose_op(op, average)
+    op = resolve_op_argument(op, average)
     return _start_allreduce(
         tensor, name, op, (prescale_factor, postscale_factor), process_set, caller_waits=False
     )
@@ -139,7 +139,7 @@ def allreduce_async_(
     An array that is not contiguous, aligned and in native byte order is written when its handle is
     synchronized.
     """
-    op = choose_op(op, average)
+    op = resolve_op_argument(op, average)
     return _start_allreduce_in_place(
         tensor, name, op, (prescale_factor, postscale_factor), process_set, caller_waits=False
     )
@@ -172,7 +172,7 @@ def allreduce(
         ValueError: When an argument is wrong, or ranks disagree about the operation.
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
-    op = choose_op(op, average)
+    op = resolve_op_argument(op, average)
     return synchronize(
         _start_allreduce(
             tensor, name, op, (prescale_factor, postscale_factor), process_set, caller_waits=True
@@ -190,7 +190,7 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> Array:
     """Like `allreduce`, but overwrites `tensor`, any writable array, and returns it."""
-    op = choose_op(op, average)
+    op = resolve_op_argument(op, average)
     factors = (prescale_factor, postscale_factor)
     return synchronize(
         _start_allreduce_in_place(tensor, name, op, factors, process_set, caller_waits=True)
@@ -210,8 +210,8 @@ def _start_grouped_allreduce(
     if in_place:
         for value in values:
             require_in_place(value)
-    pairs = [(as_input(value),) * 2 if in_place else as_input_and_output(value) for value in values]
-    names = table.group_names("grouped_allreduce", name, len(pairs), process_set)
+    pairs = [(to_engine_input(value),) * 2 if in_place else to_engine_input_and_output(value) for value in values]
+    names = table.group_member_names("grouped_allreduce", name, len(pairs), process_set)
     members = [
         (own, dtype_number(source.dtype), source.shape, data_address(source), data_address(target))
         for own, (source, target) in zip(names, pairs, strict=True)
@@ -241,7 +241,7 @@ def grouped_allreduce_async(
     Arguments and errors are the same as in `allreduce_async`. The first member is named `<name>`,
     and the following member `i` of `n` is named `<name>_<i>of<n>`.
     """
-    op = choose_op(op, average)
+    op = resolve_op_argument(op, average)
     return _start_grouped_allreduce(
         tensors, False, name, op, (prescale_factor, postscale_factor), process_set
     )
@@ -259,7 +259,7 @@ def grouped_allreduce_async_(
     """Starts an allreduce that overwrites several writable arrays; else as
     `grouped_allreduce_async`.
     """
-    op = choose_op(op, average)
+    op = resolve_op_argument(op, average)
     return _start_grouped_allreduce(
         tensors, True, name, op, (prescale_factor, postscale_factor), process_set
     )
@@ -275,7 +275,7 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[Array]:
     """Combines several arrays over all ranks as one unit into new ones; else as `allreduce`."""
-    op = choose_op(op, average)
+    op = resolve_op_argument(op, average)
     return synchronize(
         _start_grouped_allreduce(
             tensors, False, name, op, (prescale_factor, postscale_factor), process_set
@@ -293,7 +293,7 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> list[Array]:
     """Like `grouped_allreduce`, but overwrites the writable arrays and returns them."""
-    op = choose_op(op, average)
+    op = resolve_op_argument(op, average)
     return synchronize(
         _start_grouped_allreduce(
             tensors, True, name, op, (prescale_factor, postscale_factor), process_set

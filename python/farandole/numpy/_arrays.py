@@ -61,7 +61,7 @@ def data_address(array: Array) -> int:
     return array.__array_interface__["data"][0]
 
 
-def as_input(value: ArrayLike) -> Array:
+def to_engine_input(value: ArrayLike) -> Array:
     """Returns `value` as memory that the engine can read: the array itself if it is contiguous,
     aligned and in native byte order, else a copy.
 
@@ -72,8 +72,8 @@ def as_input(value: ArrayLike) -> Array:
     return array if has_native_layout(array) else _copy_to_native_layout(array)
 
 
-def as_input_and_output(value: ArrayLike) -> tuple[Array, Array]:
-    """Like `as_input`, with memory for a result of the same shape and dtype, which may be the
+def to_engine_input_and_output(value: ArrayLike) -> tuple[Array, Array]:
+    """Like `to_engine_input`, with memory for a result of the same shape and dtype, which may be the
     private copy.
     """
     array = _check_array(value)

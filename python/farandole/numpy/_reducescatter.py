@@ -12,7 +12,7 @@ from farandole._native import engine
 from farandole.common.handles import process_set_number, row_count_of_this_rank
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.util import Average, Sum
-from farandole.numpy._arrays import Array, as_input, data_address, dtype_number, synchronize, table
+from farandole.numpy._arrays import Array, to_engine_input, data_address, dtype_number, synchronize, table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,9 +30,9 @@ def _check_op(op: int) -> None:
         raise ValueError(f"op must be Average or Sum in a reducescatter: {op!r}")
 
 
-def _prepare_buffers(value: Any, process_set: ProcessSet) -> tuple[Array, Array]:
+def _input_and_own_rows(value: Any, process_set: ProcessSet) -> tuple[Array, Array]:
     """Returns the input and memory for the own rows."""
-    source = as_input(value)
+    source = to_engine_input(value)
     if source.ndim == 0:
         raise ValueError("reducescatter needs an array of at least one dimension: shape ()")
     return source, np.empty(
@@ -51,7 +51,7 @@ def _start_reducescatter(
 ) -> int:
     number = process_set_number(process_set)
     _check_op(op)
-    source, target = _prepare_buffers(value, process_set)
+    source, target = _input_and_own_rows(value, process_set)
     return table.submit_operation(
         (source, target),
         lambda _: target,
@@ -147,8 +147,8 @@ def grouped_reducescatter_async(
     """
     number = process_set_number(process_set)
     _check_op(op)
-    pairs = [_prepare_buffers(tensor, process_set) for tensor in tensors]
-    names = table.group_names("grouped_reducescatter", name, len(pairs), process_set)
+    pairs = [_input_and_own_rows(tensor, process_set) for tensor in tensors]
+    names = table.group_member_names("grouped_reducescatter", name, len(pairs), process_set)
     members = [
         (own, dtype_number(source.dtype), source.shape, data_address(source), data_address(target))
         for own, (source, target) in zip(names, pairs, strict=True)

@@ -14,8 +14,8 @@ from farandole.common.handles import member_ranks, process_set_number
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.numpy._arrays import (
     Array,
-    as_input,
-    as_input_and_output,
+    to_engine_input,
+    to_engine_input_and_output,
     copy_back,
     data_address,
     dtype_number,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def _as_row_array(value: Any, operation: str) -> Array:
-    source = as_input(value)
+    source = to_engine_input(value)
     if source.ndim == 0:
         raise ValueError(f"{operation} needs an array of at least one dimension: shape ()")
     return source
@@ -123,7 +123,7 @@ def grouped_allgather_async(
     """
     number = process_set_number(process_set)
     sources = [_as_row_array(tensor, "allgather") for tensor in tensors]
-    names = table.group_names("grouped_allgather", name, len(sources), process_set)
+    names = table.group_member_names("grouped_allgather", name, len(sources), process_set)
     members = [
         (own, dtype_number(source.dtype), source.shape, data_address(source))
         for own, source in zip(names, sources, strict=True)
@@ -164,7 +164,7 @@ def _start_broadcast(
     """Starts a broadcast into a new array; `caller_waits` when `synchronize` follows at once."""
     number = process_set_number(process_set)
     _require_root_member(root_rank, process_set)
-    source, target = as_input_and_output(value)
+    source, target = to_engine_input_and_output(value)
     return table.submit_operation(
         (source, target),
         lambda _: target,
@@ -189,7 +189,7 @@ def _start_broadcast_in_place(
     number = process_set_number(process_set)
     _require_root_member(root_rank, process_set)
     array = require_in_place(value)
-    work = as_input(array)
+    work = to_engine_input(array)
     address = data_address(work)
     return table.submit_operation(
         work,

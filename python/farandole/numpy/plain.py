@@ -31,7 +31,7 @@ _MAX_DIMENSION_SIZE = 1 << 63
 """NumPy has no array with a longer side."""
 
 
-def _reject_other(value: Any) -> Any:
+def _reject_unplain_object(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} is not a plain value")
 
 
@@ -88,7 +88,7 @@ def _plain_operation_name(name: str | None) -> str | None:
     return None if name is None else f"plain.{name}"
 
 
-def pack_plain(value: Any, other: Callable[[Any], Any] = _reject_other) -> bytes:
+def pack_plain(value: Any, other: Callable[[Any], Any] = _reject_unplain_object) -> bytes:
     """Writes a plain value.
 
     Args:
@@ -100,12 +100,12 @@ def pack_plain(value: Any, other: Callable[[Any], Any] = _reject_other) -> bytes
         TypeError: It holds something else; the message says what and where.
     """
     parts: list[bytes] = []
-    text = json.dumps(_encode_value(value, parts, "value", other), separators=(",", ":")).encode()
+    text = json.dumps(_plain_value_to_json(value, parts, "value", other), separators=(",", ":")).encode()
     return b"".join([text, b"\0", *parts])
 
 
 def unpack_plain(
-    data: bytes | bytearray | memoryview, other: Callable[[Any], Any] = _reject_other
+    data: bytes | bytearray | memoryview, other: Callable[[Any], Any] = _reject_unplain_object
 ) -> Any:
     """Inverts `pack_plain`. Runs no code, even for bytes of an attacker.
 
@@ -121,7 +121,7 @@ def unpack_plain(
         raise ValueError("the message of a peer is not a plain value")
     taken = 0
 
-    def take_bytes(count: int) -> bytes:
+    def take_binary_bytes(count: int) -> bytes:
         nonlocal taken
         if not 0 <= count <= len(rest) - taken:
             raise ValueError("the message of a peer is truncated")
@@ -129,12 +129,12 @@ def unpack_plain(
         return rest[taken - count : taken]
 
     try:
-        return _decode_value(json.loads(text), take_bytes, other)
+        return _plain_value_from_json(json.loads(text), take_binary_bytes, other)
     except (TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"the message of a peer is not a plain value: {error}") from error
 
 
-def _encode_value(value: Any, parts: list[bytes], path: str, other: Callable[[Any], Any]) -> Any:
+def _plain_value_to_json(value: Any, parts: list[bytes], path: str, other: Callable[[Any], Any]) -> Any:
     """Returns the value as JSON. Types that JSON does not have become an object with one key,
     their kind.
     """
@@ -142,12 +142,12 @@ def _encode_value(value: Any, parts: list[bytes], path: str, other: Callable[[An
         return value
     if isinstance(value, list):
         return [
-            _encode_value(entry, parts, f"{path}[{at}]", other) for at, entry in enumerate(value)
+            _plain_value_to_json(entry, parts, f"{path}[{at}]", other) for at, entry in enumerate(value)
         ]
     if isinstance(value, tuple):
         return {
             "tuple": [
-                _encode_value(entry, parts, f"{path}[{at}]", other)
+                _plain_value_to_json(entry, parts, f"{path}[{at}]", other)
                 for at, entry in enumerate(value)
             ]
         }
@@ -155,24 +155,24 @@ def _encode_value(value: Any, parts: list[bytes], path: str, other: Callable[[An
         pairs = ((key, entry, f"{path}[{key!r}]") for key, entry in value.items())
         return {
             "dict": [
-                [_encode_value(key, parts, at, other), _encode_value(entry, parts, at, other)]
+                [_plain_value_to_json(key, parts, at, other), _plain_value_to_json(entry, parts, at, other)]
                 for key, entry, at in pairs
             ]
         }
     if (
         isinstance(value, bytes | np.generic | np.ndarray)
-        and (encoded := _encode_binary(value, parts)) is not None
+        and (encoded := _append_binary_part(value, parts)) is not None
     ):
         return encoded
     try:
-        return {"other": _encode_value(other(value), parts, path, _reject_other)}
+        return {"other": _plain_value_to_json(other(value), parts, path, _reject_unplain_object)}
     except TypeError as error:
         raise TypeError(
             f"{path} is a {type(value).__name__}, which is not a plain value"
         ) from error
 
 
-def _encode_binary(value: Any, parts: list[bytes]) -> Any:
+def _append_binary_part(value: Any, parts: list[bytes]) -> Any:
     """Appends bytes and numbers to the parts after the text; the text contains their length."""
     if isinstance(value, bytes):
         parts.append(value)
@@ -184,27 +184,27 @@ def _encode_binary(value: Any, parts: list[bytes]) -> Any:
     return {"array": [array.dtype.str, list(np.shape(value)), isinstance(value, np.generic)]}
 
 
-def _decode_value(encoded: Any, take: Callable[[int], bytes], other: Callable[[Any], Any]) -> Any:
+def _plain_value_from_json(encoded: Any, take: Callable[[int], bytes], other: Callable[[Any], Any]) -> Any:
     if isinstance(encoded, list):
-        return [_decode_value(entry, take, other) for entry in encoded]
+        return [_plain_value_from_json(entry, take, other) for entry in encoded]
     if not isinstance(encoded, dict):
         return encoded
     ((kind, inner),) = encoded.items()
     if kind == "tuple":
-        return tuple(_decode_value(entry, take, other) for entry in inner)
+        return tuple(_plain_value_from_json(entry, take, other) for entry in inner)
     if kind == "dict":
         return {
-            _decode_value(key, take, other): _decode_value(entry, take, other)
+            _plain_value_from_json(key, take, other): _plain_value_from_json(entry, take, other)
             for key, entry in inner
         }
     return (
-        other(_decode_value(inner, take, _reject_other))
+        other(_plain_value_from_json(inner, take, _reject_unplain_object))
         if kind == "other"
-        else _decode_binary(kind, inner, take)
+        else _read_binary_part(kind, inner, take)
     )
 
 
-def _decode_binary(kind: str, encoded: Any, take: Callable[[int], bytes]) -> Any:
+def _read_binary_part(kind: str, encoded: Any, take: Callable[[int], bytes]) -> Any:
     if kind == "bytes":
         return take(encoded)
     if kind != "array":

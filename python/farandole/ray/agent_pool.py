@@ -215,7 +215,7 @@ class RayAgentPool(ElasticAgentPool):
             if thread is not None:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
-    def fewest_refusals(self) -> int:
+    def fewest_consecutive_refusals(self) -> int:
         """Returns how often in a row no worker could start, in the slot with the fewest."""
         with self._lock:
             return min((seat.refusals_in_row for seat in self._slots.values()), default=0)
@@ -271,7 +271,7 @@ class RayAgentPool(ElasticAgentPool):
         pause: float | None = None
         while not seat.given_up.is_set():
             began = time.monotonic()
-            with self._new_task() as task:
+            with self._hold_new_task_number() as task:
                 self._run_actor(seat, task)
             if self._has_returned(task):
                 return

@@ -8,7 +8,7 @@ import contextlib
 import os
 from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
-from farandole.common.check import integer_at_least
+from farandole.common.check import make_minimum_check
 from farandole.ray.adapter import resolve_gpu_count
 from farandole.ray.agent_pool import (
     DRIVER_ONLY_VARIABLES,
@@ -17,13 +17,13 @@ from farandole.ray.agent_pool import (
     RayAgentPool,
     hold_minimum_resources,
 )
-from farandole.ray.drains import NodeDrains
+from farandole.ray.drains import DrainedNodeDepartures
 from farandole.ray.results import actor_death_summary
 from farandole.ray.strategy import current_placement_group, hold_placement_group
 from farandole.ray.utils import import_ray, is_ray_client
 from farandole.runner import environment, outcome, timelines, warm_workers
 from farandole.runner.agent import WorkerSpec
-from farandole.runner.backend import Backend, elastic_bounds, elastic_limits, make_registrar
+from farandole.runner.backend import Backend, given_size_bounds, given_elastic_limits, make_registrar
 from farandole.runner.elastic.driver_loop import run_elastic_job as conduct_elastic
 from farandole.runner.gang import GangAgents, pickle_payload, run_gang
 from farandole.runner.limits import start_timeout_seconds
@@ -102,9 +102,9 @@ class RayBackend(Backend):
         reset_limit: int | None = None,
     ) -> None:
         import_ray()
-        self._num_workers = integer_at_least(1)("num_workers", num_workers)
-        self._bounds = elastic_bounds(num_workers, min_num_proc, max_num_proc)
-        self._limits = elastic_limits(self._bounds, elastic_timeout, reset_limit)
+        self._num_workers = make_minimum_check(1)("num_workers", num_workers)
+        self._bounds = given_size_bounds(num_workers, min_num_proc, max_num_proc)
+        self._limits = given_elastic_limits(self._bounds, elastic_timeout, reset_limit)
         self._use_gpu = use_gpu
         self._gpus = resolve_gpu_count(gpus_per_worker, use_gpu, "gpus_per_worker")
         self._cpus = cpus_per_worker
@@ -142,8 +142,8 @@ class RayBackend(Backend):
         """
         size, limit = self._num_workers, start_timeout_seconds(self._start_timeout)
         packed = pickle_payload(fn, args, kwargs)
-        output = self._streams.open_output(size)
-        taken, _ = environment.select_variables(os.environ, self._pass_env, DRIVER_ONLY_VARIABLES)
+        output = self._streams.make_job_output(size)
+        taken, _ = environment.split_forwarded_variables(os.environ, self._pass_env, DRIVER_ONLY_VARIABLES)
         training_run = training.current_run()
         changes: dict[str, str | None] = {**taken, **self._env, **(env or {})}
         changes |= training_run.worker_variables() | timelines.worker_variables()
@@ -164,14 +164,14 @@ class RayBackend(Backend):
                     )
                 )
             else:
-                group = held.enter_context(self._hold_placement_group(output))
+                group = held.enter_context(self._current_or_new_placement_group(output))
             registrar, max_workers = make_registrar(size, self._bounds, self._limits, limit)
             work = WorkerSpec(
                 registrar.ticket,
                 packed,
                 changes,
                 None,
-                output.is_streaming,
+                output.streams_worker_lines,
                 limit,
                 warmth,
                 elastic=bool(self._bounds),
@@ -182,7 +182,7 @@ class RayBackend(Backend):
                     RayAgentPool(registrar, work, max_workers, needs, output),
                     output,
                     on_progress,
-                    NodeDrains(),
+                    DrainedNodeDepartures(),
                     training_run,
                     ends_on_error=True,
                 )
@@ -199,7 +199,7 @@ class RayBackend(Backend):
             )
         return outcome.results_by_rank(endings, size)
 
-    def _hold_placement_group(self, output: JobOutput) -> contextlib.AbstractContextManager[Any]:
+    def _current_or_new_placement_group(self, output: JobOutput) -> contextlib.AbstractContextManager[Any]:
         """Returns the placement group of a job of fixed size: the current one, or a new one."""
         group = current_placement_group()
         if group is not None:
@@ -266,7 +266,7 @@ class SpareActors:
             cls._process_instance = cls()
         return cls._process_instance
 
-    def take_spare_actors(self, purpose: Any) -> list[Any]:
+    def take_matching_actors(self, purpose: Any) -> list[Any]:
         """Returns the waiting actors if they are for the same purpose; other actors are killed.
 
         Args:
@@ -317,7 +317,7 @@ class RayAgents(GangAgents):
     def start_agents(self) -> None:
         """Asks Ray for the actors."""
         self._actors = (
-            self._spare.take_spare_actors(self._reuse_key()) if self._spare is not None else []
+            self._spare.take_matching_actors(self._reuse_key()) if self._spare is not None else []
         ) or self._create_actors()
         self._agent_results = [
             actor.run_worker.remote(self._work, task) for task, actor in enumerate(self._actors)

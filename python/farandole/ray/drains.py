@@ -10,7 +10,7 @@ import time
 _DRAIN_POLL_INTERVAL = 1.0
 
 
-class NodeDrains:
+class DrainedNodeDepartures:
     """Workers whose nodes Ray drains, such as for a spot instance that its cloud takes back."""
 
     def __init__(self) -> None:

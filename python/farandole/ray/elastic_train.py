@@ -16,7 +16,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from farandole.ray import membership
-from farandole.ray.drains import NodeDrains
+from farandole.ray.drains import DrainedNodeDepartures
 from farandole.ray.utils import import_ray
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class WorkerRoster:
         self._waiting.add(task)
         self._vacant.discard(rank)
 
-    def mark_placed(self, tasks: set[int]) -> None:
+    def mark_in_world(self, tasks: set[int]) -> None:
         """Takes note of the workers of a new world."""
         self._worlds += 1
         self._waiting -= tasks
@@ -91,7 +91,7 @@ class WorkerRoster:
         """Returns whether a worker must leave but stays, because too few would train without it."""
         return task in self._leaving
 
-    def blocks_reports(self) -> bool:
+    def is_report_blocked(self) -> bool:
         """Returns whether a report waits for a rank whose worker has left or waits for the next
         world.
         """
@@ -129,7 +129,7 @@ class ElasticTrainController:
         )
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._drains = NodeDrains()
+        self._drains = DrainedNodeDepartures()
         self._roster = WorkerRoster(min_workers)
         self._stopped = threading.Event()
         self._thread = threading.Thread(
@@ -163,14 +163,14 @@ class ElasticTrainController:
                 self._handle_event(event)
             if time.monotonic() >= look_at:
                 look_at = time.monotonic() + _DRAIN_CHECK_INTERVAL
-                self._release_reports()
+                self._release_blocked_reports()
                 self._dismiss_drained()
 
     def _handle_event(self, event: Event) -> None:
         with self._lock:
             if event.kind == "assigned":
                 seats = self._registrar.rank_assignment() or []
-                self._roster.mark_placed({seat["task"] for seat in seats})
+                self._roster.mark_in_world({seat["task"] for seat in seats})
                 logger.info("a world of %d ranks has formed", len(seats))
             elif event.kind in ("exit", "lost", "dismissed") and event.task is not None:
                 self._roster.remove_worker(event.task)
@@ -198,9 +198,9 @@ class ElasticTrainController:
                 reason,
             )
 
-    def _release_reports(self) -> None:
+    def _release_blocked_reports(self) -> None:
         """Releases workers that wait in a report for a rank that will not report."""
         with self._lock:
-            waits = self._roster.blocks_reports()
+            waits = self._roster.is_report_blocked()
         if waits:
             self._barrier.reset.remote()

@@ -20,7 +20,7 @@ from farandole.ray.agent_pool import (
     hold_minimum_resources,
 )
 from farandole.ray.discovery import RayHostDiscovery, TestDiscovery
-from farandole.ray.drains import NodeDrains
+from farandole.ray.drains import DrainedNodeDepartures
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -158,7 +158,7 @@ class ElasticAdapter(Adapter):
         packed = pickle_payload(_with_world_join(fn) if callable(fn) else fn, args or (), kwargs)
         max_workers = self._max_workers()
         params = self.params
-        taken, _ = environment.select_variables(os.environ, (), DRIVER_ONLY_VARIABLES)
+        taken, _ = environment.split_forwarded_variables(os.environ, (), DRIVER_ONLY_VARIABLES)
         needs = ActorResources(
             params.cpus_per_worker,
             params.gpus_per_worker or 0,
@@ -193,7 +193,7 @@ class ElasticAdapter(Adapter):
                 elastic=True,
             )
             agent_pool = RayAgentPool(registrar, work, max_workers, needs, output, hosts)
-            return run_elastic_job(registrar, agent_pool, output, pass_to_callbacks, NodeDrains())
+            return run_elastic_job(registrar, agent_pool, output, pass_to_callbacks, DrainedNodeDepartures())
 
     def _max_workers(self) -> int:
         params = self.params

@@ -23,14 +23,14 @@ _STAND_IN_COMMAND: Final = ("/bin/sh", "-c", 'read status < "$0"; exit "${status
 _JOIN_TIMEOUT = 30.0
 _EXIT_TIMEOUT = 10.0
 _RANK_VARIABLES: Final = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
-_elastic_agent: _ElasticAgent | None = None
+_elastic_agent: _StandInAgent | None = None
 
 
 def host_identity() -> str:
     """Returns the identity of a host."""
     from farandole._native import engine  # noqa: PLC0415 - loaded in the worker's process only
 
-    return engine.memory_identity()
+    return engine.shared_memory_identity()
 
 
 def host_registrar(size: int, one_host: bool) -> str:
@@ -49,7 +49,7 @@ def assign_world_ticket(ticket: str, rank: int, variables: Mapping[str, str]) ->
 
 
 @contextlib.contextmanager
-def hold_membership() -> Iterator[None]:
+def leave_world_at_end() -> Iterator[None]:
     """Leaves the world after the training function inside, so that no rank waits for this one."""
     from farandole.common import basics  # noqa: PLC0415 - as above
 
@@ -76,11 +76,11 @@ def join_elastic_job(ticket: str, task: int) -> None:
     os.environ.update(
         FARANDOLE_JOB=ticket, FARANDOLE_TASK=str(task), FARANDOLE_ELASTIC="1", HOROVOD_ELASTIC="1"
     )
-    _elastic_agent = _ElasticAgent(ticket, task)
+    _elastic_agent = _StandInAgent(ticket, task)
 
 
 @contextlib.contextmanager
-def hold_elastic_membership() -> Iterator[None]:
+def report_exit_at_end() -> Iterator[None]:
     """Reports the end of the training function inside, in an elastic job, to the registrar.
 
     A worker that must leave has not failed: its function ends without a result.
@@ -100,7 +100,7 @@ def hold_elastic_membership() -> Iterator[None]:
             _elastic_agent.report_exit(status)
 
 
-class _ElasticAgent:
+class _StandInAgent:
     """The agent of this process, in a thread."""
 
     def __init__(self, ticket: str, task: int) -> None:
@@ -136,7 +136,7 @@ class _ElasticAgent:
             path = str(folder / "status")
             os.mkfifo(path, 0o600)
             watch = threading.Thread(
-                target=self._open_pipe, args=(path,), name="farandole-agent-pipe", daemon=True
+                target=self._await_stand_in_pipe, args=(path,), name="farandole-agent-pipe", daemon=True
             )
             watch.start()
             try:
@@ -150,7 +150,7 @@ class _ElasticAgent:
                 self._begun.set()
                 watch.join()
 
-    def _open_pipe(self, path: str) -> None:
+    def _await_stand_in_pipe(self, path: str) -> None:
         """Opens the pipe after the stand-in process has: the registrar knows this worker then."""
         deadline = time.monotonic() + _JOIN_TIMEOUT
         while not self._ended.is_set() and time.monotonic() < deadline:

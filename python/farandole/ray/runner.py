@@ -189,7 +189,7 @@ class StaticAdapter(Adapter):
         self.nodes = [f"node {address}" for address in addresses]
         gpus = map_blocking(lambda worker: worker.get_gpu_ids.remote(), self.workers)
         for worker, variables in zip(
-            self.workers, rank_placement_variables(hosts, gpus), strict=True
+            self.workers, placement_variables_by_rank(hosts, gpus), strict=True
         ):
             worker.update_env_vars.remote(variables)
         ticket = ray.get(self.workers[0].host.remote(len(set(hosts)) == 1))
@@ -200,7 +200,7 @@ class StaticAdapter(Adapter):
     ) -> list[Any]:
         """Like `Adapter.execute`."""
         with ResultWaiter(self.workers, self.nodes, callbacks) as waiting:
-            return waiting.wait_for_results(self._call_all(fn))
+            return waiting.wait_for_results(self._call_on_all_workers(fn))
 
     def run(
         self,
@@ -223,14 +223,14 @@ class StaticAdapter(Adapter):
         """Like `Adapter.run_remote`; `callbacks` are for `run`, which waits."""
         del callbacks
         given, named = tuple(args or ()), dict(kwargs or {})
-        return self._call_all(lambda _: fn(*given, **named))
+        return self._call_on_all_workers(lambda _: fn(*given, **named))
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
         """Like `Adapter.execute_single`."""
         self._require_started()
         return import_ray().get(self.workers[0].execute.remote(fn))
 
-    def _call_all(self, fn: Callable[[Any], Any]) -> list[Any]:
+    def _call_on_all_workers(self, fn: Callable[[Any], Any]) -> list[Any]:
         self._require_started()
         return [worker.execute.remote(fn) for worker in self.workers]
 
@@ -252,7 +252,7 @@ class StaticAdapter(Adapter):
         self.workers, self.strategy, self.nodes = [], None, []
 
 
-def rank_placement_variables(
+def placement_variables_by_rank(
     hosts: Sequence[str], gpus: Sequence[Sequence[Any]]
 ) -> list[dict[str, str]]:
     """Returns the variables that give ranks their placement.

@@ -83,7 +83,7 @@ def create_placement_group(
     group = placement_group([dict(wanted) for _ in range(num_bundles)], strategy=pg_strategy)
     available: Any = None
     try:
-        in_time = _await_reservation(
+        in_time = _wait_for_placement_group(
             group,
             pg_timeout,
             lambda held: report_wait(f"{num_bundles} bundles of {wanted} wait; {held}"),
@@ -104,7 +104,7 @@ def create_placement_group(
     return group, group.bundle_specs
 
 
-def _await_reservation(
+def _wait_for_placement_group(
     group: Any, limit: float, report_wait: Callable[[str], None], before: Callable[[], int]
 ) -> bool:
     """Waits until a group's resources are reserved; returns whether they are, in time."""

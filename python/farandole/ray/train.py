@@ -24,7 +24,7 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer  # noqa: 
 
 from farandole.ray import membership  # noqa: E402
 from farandole.ray.elastic_train import ElasticTrainController  # noqa: E402
-from farandole.ray.runner import rank_placement_variables  # noqa: E402
+from farandole.ray.runner import placement_variables_by_rank  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -85,7 +85,7 @@ class FarandoleConfig(BackendConfig):
     @property
     def train_func_context(self) -> Any:
         """The context of a worker's training function."""
-        return membership.hold_elastic_membership if self.elastic else membership.hold_membership
+        return membership.report_exit_at_end if self.elastic else membership.leave_world_at_end
 
     @property
     def framework(self) -> None:
@@ -142,7 +142,7 @@ class _StaticTrainBackend(Backend):
             worker_group.execute_single_async(
                 rank, membership.assign_world_ticket, ticket, rank, variables
             )
-            for rank, variables in enumerate(rank_placement_variables(hosts, [[] for _ in hosts]))
+            for rank, variables in enumerate(placement_variables_by_rank(hosts, [[] for _ in hosts]))
         ]
         import_ray().get(started)
 

@@ -25,7 +25,7 @@ _TUNE_RECORD_KIND: Final = "ray tune"
 
 
 @dataclass
-class RankSession:
+class RankTuneSession:
     """The session that `ray.tune` uses in a rank, instead of the session of the trial's process.
 
     Attributes:
@@ -53,7 +53,7 @@ class RankSession:
     world_rank: None = None
 
     @classmethod
-    def current_rank_session(cls) -> RankSession:
+    def session_of_trial(cls) -> RankTuneSession:
         """Returns the resources of the ranks of this process's trial."""
         session = _ray_session_module().get_session()
         names = (
@@ -85,7 +85,7 @@ class RankSession:
 
         if self.rank != 0:
             return
-        plain_metrics = json.loads(json.dumps(dict(metrics), default=_python_scalar))
+        plain_metrics = json.loads(json.dumps(dict(metrics), default=_to_python_scalar))
         name = self._copy_checkpoint(checkpoint) if checkpoint is not None else None
         task.report({"kind": _TUNE_RECORD_KIND, "metrics": plain_metrics, "checkpoint": name})
 
@@ -126,7 +126,7 @@ class RankSession:
             self.storage.delete_dir(self.folder)
 
 
-class PickledFunction:
+class LazilyUnpickledFunction:
     """A function that is unpickled only in the process that calls it.
 
     Args:
@@ -142,7 +142,7 @@ class PickledFunction:
 
 
 def with_rank_session(
-    train: Callable[[dict[str, Any]], Any], session: RankSession
+    train: Callable[[dict[str, Any]], Any], session: RankTuneSession
 ) -> Callable[[dict[str, Any]], Any]:
     """Returns a training function in which `ray.tune.report` works.
 
@@ -159,7 +159,7 @@ def with_rank_session(
     return call_in_session
 
 
-def _python_scalar(value: Any) -> Any:
+def _to_python_scalar(value: Any) -> Any:
     """Returns a scalar of NumPy or torch as Python's."""
     item = getattr(value, "item", None)
     if item is None:

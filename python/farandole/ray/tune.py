@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from farandole.common.check import integer_at_least
+from farandole.common.check import make_minimum_check
 from farandole.ray.adapter import resolve_gpu_count
 from farandole.ray.backend import RayBackend, SpareActors
-from farandole.ray.trial import PickledFunction, RankSession, with_rank_session
+from farandole.ray.trial import LazilyUnpickledFunction, RankTuneSession, with_rank_session
 from farandole.ray.utils import import_ray
 from farandole.runner.gang import pickle_payload
 from farandole.tuning.records import parse_report
@@ -69,14 +69,14 @@ def trainable(
     from farandole.runner import warm_workers  # noqa: PLC0415 - as above
     from ray import tune  # noqa: PLC0415 - Ray may be absent
 
-    size = integer_at_least(1)("num_workers", num_workers)
+    size = make_minimum_check(1)("num_workers", num_workers)
     bundle = {
         "CPU": cpus_per_worker,
         "GPU": resolve_gpu_count(gpus_per_worker, use_gpu, "gpus_per_worker"),
     }
     # The process of a trial does not load the function, so it imports no module of the user and
     # cannot know whether the function uses torch.
-    packed = PickledFunction(pickle_payload(train, (), None))
+    packed = LazilyUnpickledFunction(pickle_payload(train, (), None))
     settings = {
         "use_gpu": use_gpu,
         "gpus_per_worker": gpus_per_worker,
@@ -89,7 +89,7 @@ def trainable(
     }
 
     def trial(config: dict[str, Any]) -> None:
-        session = RankSession.current_rank_session() if tune_session else None
+        session = RankTuneSession.session_of_trial() if tune_session else None
 
         def handle_record(rank: int, record: dict[str, Any]) -> None:
             found = parse_report(rank, record)
@@ -153,7 +153,7 @@ def DistributedTrainableCreator(  # noqa: N802 - the name that Ray had
     each = num_workers if num_slots is None else num_slots
     return trainable(
         func,
-        integer_at_least(1)("num_hosts", num_hosts) * integer_at_least(1)("num_workers", each),
+        make_minimum_check(1)("num_hosts", num_hosts) * make_minimum_check(1)("num_workers", each),
         use_gpu=use_gpu,
         gpus_per_worker=num_gpus_per_worker if num_gpus_per_slot is None else num_gpus_per_slot,
         cpus_per_worker=num_cpus_per_worker if num_cpus_per_slot is None else num_cpus_per_slot,

@@ -101,7 +101,7 @@ class BaseHorovodWorker:
         """Returns the identity of the host: ranks with the same identity can share memory."""
         from farandole._native import engine  # noqa: PLC0415 - loaded in the rank's process only
 
-        return engine.memory_identity()
+        return engine.shared_memory_identity()
 
     def host(self, one_host: bool) -> str:
         """Hosts the registrar of the world until this process ends; called on rank 0.

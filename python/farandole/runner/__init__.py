@@ -133,7 +133,7 @@ def run(
     from farandole.runner import timelines  # noqa: PLC0415
     from farandole.runner.elastic.job import ElasticBackend, ElasticRunOptions  # noqa: PLC0415
     from farandole.runner.hosts import HostsBackend, SshOptions  # noqa: PLC0415
-    from farandole.runner.show.watched import view_run  # noqa: PLC0415
+    from farandole.runner.show.watched import record_run_for_viewer  # noqa: PLC0415
 
     num_proc = _resolve_deprecated("np", np, "num_proc", num_proc)
     elastic = ElasticRunOptions(
@@ -146,7 +146,7 @@ def run(
         spares=spares,
         timeout=elastic_timeout,
     )
-    elastic.check_arguments(hosts=hosts, hostfile=hostfile)
+    elastic.refuse_contradictions(hosts=hosts, hostfile=hostfile)
     if hosts is not None and hostfile is not None:
         raise ValueError("hosts and hostfile exclude each other")
     if use_gloo and use_mpi:
@@ -173,7 +173,7 @@ def run(
         "bind": changes.get(variables.BIND_ADDRESS),
     }
     ssh_options = SshOptions(ssh_command, ssh_port, ssh_identity_file)
-    with timelines.collect_timelines(timeline), view_run(ui, func, num_proc) as folder:
+    with timelines.collect_timelines(timeline), record_run_for_viewer(ui, func, num_proc) as folder:
         settings["output_folder"] = output_filename or folder
         if elastic.is_elastic:
             backend = ElasticBackend(

@@ -25,7 +25,7 @@ from farandole.stores import checkpoint_signatures, run_keys
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from farandole.runner.warm_workers import WarmWorkers
+    from farandole.runner.warm_workers import WarmWorkerSettings
 
 Environment = dict[str, str | None]
 
@@ -72,7 +72,7 @@ class WorkerSpec:
     executable: str | None = None
     stream_output: bool = False
     start_timeout: float | None = None
-    warm: WarmWorkers | None = None
+    warm: WarmWorkerSettings | None = None
     rejoin_after: float | None = None
     elastic: bool = False
     keys: bool | None = field(default_factory=checkpoint_signatures.has_signing_secret)
@@ -115,17 +115,17 @@ def run_worker(
         if work.keys is False
         else run_keys.driver_keys_variable_value(work.ticket, reachable=work.keys is True)
     )
-    env = worker_environment(work.env, resources or {}) | {run_keys.KEYS_AT_DRIVER_VARIABLE: asks}
+    env = worker_environment_changes(work.env, resources or {}) | {run_keys.KEYS_AT_DRIVER_VARIABLE: asks}
     command = [work.executable or sys.executable, "-m", "farandole.runner.worker"]
     if work.warm is not None and owner is not None:
-        command = warm_workers.worker_command(work.warm, command, env, owner)
-    with scratch.open_locked_directory() as folder:
-        return _run_attempts(
+        command = warm_workers.warm_worker_command(work.warm, command, env, owner)
+    with scratch.hold_scratch_directory() as folder:
+        return _run_agent_with_rejoins(
             work, task, attempt, command, env | {scratch.SCRATCH_VARIABLE: str(folder)}, host
         )
 
 
-def _run_attempts(
+def _run_agent_with_rejoins(
     work: WorkerSpec, task: int, attempt: int, command: list[str], env: Environment, host: str
 ) -> TaskOutcome:
     from farandole._native import launcher  # noqa: PLC0415 - starts no thread before a daemon of Spark forks
@@ -154,7 +154,7 @@ def _run_attempts(
     return TaskOutcome(task, host, refused=f"other tasks were lost {_MAX_REJOINS} times")
 
 
-def worker_environment(
+def worker_environment_changes(
     env: Mapping[str, str | None], resources: Mapping[str, list[str]]
 ) -> Environment:
     """Returns the differences of a worker's environment from this process's environment.

@@ -9,7 +9,7 @@ import os
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, TextIO
 
-from farandole.common.check import integer_at_least
+from farandole.common.check import make_minimum_check
 from farandole.common.resource_limits import usable_cores
 from farandole.runner import outcome, timelines, warm_workers
 from farandole.runner.agent import WorkerSpec
@@ -146,13 +146,13 @@ class LocalBackend(Backend):
         reset_limit: int | None = None,
     ) -> None:
         self._requested_num_proc = num_proc
-        self._bounds = elastic_bounds(num_proc, min_num_proc, max_num_proc)
+        self._bounds = given_size_bounds(num_proc, min_num_proc, max_num_proc)
         self._num_proc = (
-            _core_count() if num_proc is None else integer_at_least(1)("num_proc", num_proc)
+            _core_count() if num_proc is None else make_minimum_check(1)("num_proc", num_proc)
         )
         if num_proc is None and self._bounds:
             self._num_proc = elastic_worker_counts(None, min_num_proc, max_num_proc, _core_count)[0]
-        self._limits = elastic_limits(self._bounds, elastic_timeout, reset_limit)
+        self._limits = given_elastic_limits(self._bounds, elastic_timeout, reset_limit)
         self._env = dict(env or {})
         self._start_timeout = start_timeout
         self._streams = OutputStreams(
@@ -176,20 +176,20 @@ class LocalBackend(Backend):
         if "OMP_NUM_THREADS" not in os.environ:
             changes.setdefault("OMP_NUM_THREADS", str(max(1, _core_count() // size)))
         packed = pickle_payload(fn, args, kwargs)
-        output = self._streams.open_output(size)
+        output = self._streams.make_job_output(size)
         training_run = training.current_run()
         changes |= training_run.worker_variables() | timelines.worker_variables()
         warmth = warm_workers.choose_warm_workers(self._warm, by_default=True)
         with self._hold_cores(output) as limit:
             registrar, max_workers = make_registrar(
-                size, self._bounds, self._limits, limit, **self._registrar_place()
+                size, self._bounds, self._limits, limit, **self._registrar_listen_arguments()
             )
             work = WorkerSpec(
                 registrar.ticket,
                 packed,
                 changes,
                 self._executable,
-                output.is_streaming,
+                output.streams_worker_lines,
                 limit,
                 warmth,
                 elastic=bool(self._bounds),
@@ -225,12 +225,12 @@ class LocalBackend(Backend):
             yield limit
             return
         core_count = self.max_processes()
-        with _CORE_SLOTS.hold_slots_for_start(
+        with _CORE_SLOTS.hold_slots_within_start_timeout(
             core_count, output.print_message, self._start_timeout, limit
         ) as start_seconds:
             yield start_seconds
 
-    def _registrar_place(self) -> dict[str, str | None]:
+    def _registrar_listen_arguments(self) -> dict[str, str | None]:
         """Returns where the registrar listens, as arguments of `Registrar`."""
         # Only this host needs to reach the registrar, so the variables for jobs on several hosts do
         # not apply.
@@ -279,7 +279,7 @@ _CORE_SLOTS = SlotQueue(_core_count, "cores")
 """The cores that the jobs of searches on this host share."""
 
 
-def elastic_bounds(
+def given_size_bounds(
     first: int | None, min_workers: int | None, max_workers: int | None
 ) -> dict[str, int]:
     """Returns the given bounds for the number of processes of an elastic job; nothing for a job of
@@ -293,11 +293,11 @@ def elastic_bounds(
     if bounds and (first is not None or max_workers is not None):
         elastic_worker_counts(first, min_workers, max_workers, lambda: 1)
     for name, value in bounds.items():
-        integer_at_least(1)(name, value)
+        make_minimum_check(1)(name, value)
     return bounds
 
 
-def elastic_limits(
+def given_elastic_limits(
     bounds: Mapping[str, int], timeout: float | None, reset_limit: int | None
 ) -> dict[str, float]:
     """Returns the given limits of an elastic job, as its backend's arguments.
@@ -325,7 +325,7 @@ def make_registrar(
 
     Args:
         first: Workers that the first world waits for.
-        bounds: As `elastic_bounds` returned them; none make a job of fixed size.
+        bounds: As `given_size_bounds` returned them; none make a job of fixed size.
         limits: `elastic_timeout` and `reset_limit` of an elastic job, if given.
         start: Seconds that workers may take to start.
         **where: `host` and `bind` of `Registrar`.

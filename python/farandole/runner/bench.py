@@ -135,7 +135,7 @@ def time_operations(submit: Callable[[], int], count: int) -> list[float]:
     return times
 
 
-def broadcast_seconds(seconds: float) -> float:
+def broadcast_from_rank_zero(seconds: float) -> float:
     """Returns the value of rank 0 on every rank."""
     memory = BenchBuffer(8)
     value = ctypes.c_double.from_address(memory.address)
@@ -179,7 +179,7 @@ def measure_operation_at_size(operation: str, dtype: str, iterations: int, size:
     submit, real = make_submitter(operation, dtype, size, engine.world().size)
     warm = time_operations(submit, 3)
     count = iterations or min(
-        MAX_ITERATIONS, max(5, int(SECONDS_PER_SIZE / max(broadcast_seconds(min(warm)), 1e-6)))
+        MAX_ITERATIONS, max(5, int(SECONDS_PER_SIZE / max(broadcast_from_rank_zero(min(warm)), 1e-6)))
     )
     engine.wait(engine.barrier("bench.start", GLOBAL_PROCESS_SET))
     times = sorted(time_operations(submit, count))
@@ -188,7 +188,7 @@ def measure_operation_at_size(operation: str, dtype: str, iterations: int, size:
     )
 
 
-def algorithm_rules(times: Mapping[str, Mapping[int, float]], sizes: Sequence[int]) -> str:
+def fastest_algorithm_rules(times: Mapping[str, Mapping[int, float]], sizes: Sequence[int]) -> str:
     """Returns the rules that choose the fastest algorithm.
 
     Tensors above the largest size get no algorithm for small tensors.
@@ -219,7 +219,7 @@ def algorithm_rules(times: Mapping[str, Mapping[int, float]], sizes: Sequence[in
     return ",".join(texts)
 
 
-def write_rules(path: Path, shape: str, found: str) -> None:
+def write_algorithm_rules(path: Path, shape: str, found: str) -> None:
     """Writes the rules of a shape into a file, in place of its old rules for the shape.
 
     Args:
@@ -289,8 +289,8 @@ def compare_algorithms(dtype: str, iterations: int, sizes: Sequence[int], path: 
         )
         sys.stderr.write(f"{size} bytes: {times_text}\n")
         min(rows_of_size.values(), key=lambda row: row.median_seconds).print_row()
-    found = algorithm_rules(times, sizes)
-    write_rules(path, f"{hosts}x{each}", found)
+    found = fastest_algorithm_rules(times, sizes)
+    write_algorithm_rules(path, f"{hosts}x{each}", found)
     sys.stderr.write(f"{path}: {hosts}x{each}={found}\n")
 
 

@@ -50,7 +50,7 @@ _SECRET_WORDS = re.compile(
 _URL_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 
 
-def select_variables(
+def split_forwarded_variables(
     environment: Mapping[str, str], more: Sequence[str], never: Sequence[str]
 ) -> tuple[dict[str, str], list[str]]:
     """Returns the variables to forward to workers, and the names of all others.

@@ -52,7 +52,7 @@ class EventHandler:
         """Returns events that did not come by the registrar."""
         return ()
 
-    def pump_events(self, timeout: float) -> None:
+    def handle_waiting_events(self, timeout: float) -> None:
         """Handles the events that are waiting, or that come within `timeout` seconds."""
         try:
             for event in (*self.registrar.events(timeout), *self.out_of_band_events()):
@@ -66,7 +66,7 @@ class EventHandler:
             run_keys.publish_run_key(self.registrar, event.data or b"")
             return
         if event.data is not None and event.text is not None:
-            dispatch_record(
+            dispatch_worker_record(
                 (event.task or 0, event.rank),
                 event.text,
                 event.data,
@@ -107,7 +107,7 @@ class EventHandler:
         if event.task is not None:
             has_succeeded = event.exit_code == 0 and event.signal is None
             self.watcher.mark_worker_gone(event.task, "ended" if has_succeeded else "failed")
-        if self.output.is_streaming or event.rank is None:
+        if self.output.streams_worker_lines or event.rank is None:
             return
         self.watcher.write_line(event.rank, "stdout", LINES_IN_TASK_LOG_NOTE)
         for line in (
@@ -118,7 +118,7 @@ class EventHandler:
             self.watcher.write_line(event.rank, "stderr", line)
 
 
-def dispatch_record(
+def dispatch_worker_record(
     who: tuple[int, int | None],
     kind: str,
     data: bytes,
@@ -136,13 +136,13 @@ def dispatch_record(
     """
     task, rank = who
     if kind == timelines.TIMELINE_KIND:
-        timelines.collect_piece(task, data)
+        timelines.collect_timeline_piece(task, data)
     if kind not in (RANK_KIND, EVENT_KIND, PROGRESS_KIND):
         return
     try:
         report = reports.parse_report(data)
     except reports.MalformedReportError as error:
-        reports.warn_malformed(f"task {task}" if rank is None else f"rank {rank}", error)
+        reports.warn_dropped_report(f"task {task}" if rank is None else f"rank {rank}", error)
         return
     if kind == RANK_KIND:
         watcher.update_rank_facts(task, report)

@@ -84,8 +84,8 @@ def main(arguments: Sequence[str]) -> int:
     except OSError:
         return 1
     os.truncate(lock, 0)
-    os.write(lock, f"{owner} {born} {_pid_namespace()}".encode())
-    remove_stale_files(Path(socket_path).parent)
+    os.write(lock, f"{owner} {born} {_boot_and_pid_namespace()}".encode())
+    remove_sockets_of_ended_owners(Path(socket_path).parent)
     Path(socket_path).unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(socket_path)
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def remove_stale_files(folder: Path) -> None:
+def remove_sockets_of_ended_owners(folder: Path) -> None:
     """Removes files of killed servers whose owners have ended: such an owner starts no other
     server there.
 
@@ -112,7 +112,7 @@ def remove_stale_files(folder: Path) -> None:
     for lock in folder.glob("warm-*.lock"):
         try:
             owner, born, numbers = lock.read_text().split()
-            if numbers != _pid_namespace():
+            if numbers != _boot_and_pid_namespace():
                 continue  # a process of another container or host, which has another number here
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 if process_start_ticks(int(owner)) == int(born):
@@ -123,7 +123,7 @@ def remove_stale_files(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _pid_namespace() -> str:
+def _boot_and_pid_namespace() -> str:
     """Returns the boot of the kernel and the namespace of the process ids that this process sees.
     The first namespace of each host has the same name.
     """
@@ -142,7 +142,7 @@ class ForkServer:
         self._idle = idle
         self._children: dict[int, ForkedWorker] = {}
         self._unusable_reason = _import_modules(preload) or _fork_obstacle()
-        _prepare_for_forks()
+        _warm_up_before_forks()
         self._files = _imported_files()
         self._checked_at: float | None = None
         # All present objects stay: without freeze, each collection in a worker would touch their
@@ -168,7 +168,7 @@ class ForkServer:
             self._handle_ready(poll, ready)
             if self._listener.fileno() in ready:
                 busy = time.monotonic()
-                if not self._fork_worker(poll) and self._has_stale_imports() and not self._children:
+                if not self._register_forked_worker(poll) and self._have_imported_files_changed() and not self._children:
                     return None  # a fresh one does better
 
     def _handle_ready(self, poll: select.poll, ready: dict[int, int]) -> None:
@@ -178,9 +178,9 @@ class ForkServer:
             elif child.stand_in.fileno() in ready:
                 self._handle_message(poll, child)
 
-    def _fork_worker(self, poll: select.poll) -> bool:
+    def _register_forked_worker(self, poll: select.poll) -> bool:
         """Forks for the next stand-in; returns whether that was possible."""
-        child = self._accept_request()
+        child = self._fork_for_request()
         if child is None:
             return False
         self._children[child.pid] = child
@@ -188,14 +188,14 @@ class ForkServer:
         poll.register(child.stand_in, select.POLLIN)
         return True
 
-    def _accept_request(self) -> ForkedWorker | None:
+    def _fork_for_request(self) -> ForkedWorker | None:
         stand_in, _ = self._listener.accept()
         descriptors: list[int] = []
         try:
             stand_in.settimeout(_HANDSHAKE_TIMEOUT)
             if not _is_same_user(stand_in):
                 return self._decline_request(stand_in)
-            if self._unusable_reason or _fork_obstacle() or self._has_stale_imports():
+            if self._unusable_reason or _fork_obstacle() or self._have_imported_files_changed():
                 return self._decline_request(stand_in)
             stand_in.sendall(b"r")
             message, descriptors = _receive_request(stand_in)
@@ -218,7 +218,7 @@ class ForkServer:
         except (OSError, ValueError):
             return self._decline_request(stand_in)
         finally:
-            _close_all(descriptors)
+            _close_descriptors(descriptors)
 
     @staticmethod
     def _decline_request(stand_in: socket.socket) -> None:
@@ -226,7 +226,7 @@ class ForkServer:
             stand_in.sendall(b"n")
         stand_in.close()
 
-    def _has_stale_imports(self) -> bool:
+    def _have_imported_files_changed(self) -> bool:
         """Returns whether an imported file has changed. One check serves all workers that are
         requested together.
         """
@@ -244,14 +244,14 @@ class ForkServer:
         except OSError:
             word = b""
         if word == b"T":
-            _kill_group(child.pid, signal.SIGTERM)
+            _signal_worker_group(child.pid, signal.SIGTERM)
         elif not word:
             poll.unregister(child.stand_in)
-            _kill_group(child.pid, signal.SIGKILL)
+            _signal_worker_group(child.pid, signal.SIGKILL)
 
     def _reap_worker(self, poll: select.poll, child: ForkedWorker) -> None:
         # Until the worker is waited for, no other process or group can get its number.
-        _kill_group(child.pid, signal.SIGKILL)
+        _signal_worker_group(child.pid, signal.SIGKILL)
         _, status = os.waitpid(child.pid, 0)
         code = os.waitstatus_to_exitcode(status)
         with contextlib.suppress(OSError):
@@ -265,7 +265,7 @@ class ForkServer:
 
     def _kill_workers(self) -> None:
         for child in self._children.values():
-            _kill_group(child.pid, signal.SIGKILL)
+            _signal_worker_group(child.pid, signal.SIGKILL)
 
 
 def _import_modules(preload: Sequence[str]) -> str | None:
@@ -279,7 +279,7 @@ def _import_modules(preload: Sequence[str]) -> str | None:
     return None
 
 
-def _prepare_for_forks() -> None:
+def _warm_up_before_forks() -> None:
     """Does work once that every worker would repeat in its own pages: a third of a worker's
     lifetime, measured.
     """
@@ -341,15 +341,15 @@ def _receive_request(stand_in: socket.socket) -> tuple[bytes, list[int]]:
             fields[1].split()
         )
     except OSError:
-        _close_all(descriptors)
+        _close_descriptors(descriptors)
         raise
     if not is_one:
-        _close_all(descriptors)
+        _close_descriptors(descriptors)
         raise ValueError("not a request")
     return message, descriptors
 
 
-def _close_all(descriptors: list[int]) -> None:
+def _close_descriptors(descriptors: list[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
 
@@ -393,7 +393,7 @@ def _become_worker(message: bytes, descriptors: list[int], foreign: list[int]) -
             os.close(number)
         os.chdir(directory)
         _reopen_streams()
-        _reset_state()
+        _reset_forked_process()
         # As in a worker that was started without the fork server.
         sys.modules["__main__"] = worker
         sys.argv = [str(Path(worker.__file__))]
@@ -423,7 +423,7 @@ def _reopen_streams() -> None:
         setattr(sys, f"__{name}__", stream)
 
 
-def _reset_state() -> None:
+def _reset_forked_process() -> None:
     """Gives a forked worker its own signal handlers, CPU affinity and random numbers."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE):
         signal.signal(
@@ -441,7 +441,7 @@ def _reset_state() -> None:
         torch.default_generator.seed()
 
 
-def _kill_group(group: int, number: int) -> None:
+def _signal_worker_group(group: int, number: int) -> None:
     """Signals a worker and the processes it started."""
     try:
         os.killpg(group, number)

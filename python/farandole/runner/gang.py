@@ -23,7 +23,7 @@ from farandole.runner.errors import FarandoleJobError, signal_name
 from farandole.runner.event_handler import EventHandler
 from farandole.runner.job_observer import NULL_OBSERVER
 from farandole.runner.outcome import TaskOutcome, task_failure
-from farandole.runner.pickle_errors import find_unpicklable
+from farandole.runner.pickle_errors import describe_unpicklable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -112,7 +112,7 @@ class JobOutput:
                 raise TypeError(f"{name} must be a stream of text: {stream!r}")
 
     @property
-    def is_streaming(self) -> bool:
+    def streams_worker_lines(self) -> bool:
         """Whether workers' lines come to the driver."""
         return self.stdout is not None or self.stderr is not None
 
@@ -196,7 +196,7 @@ def pickle_payload(
         name = getattr(fn, "__qualname__", repr(fn))
         parts = {name: fn} | {f"argument {position}": one for position, one in enumerate(given[1])}
         parts |= {f"argument {keyword!r}": one for keyword, one in given[2].items()}
-        reason = find_unpicklable(parts) or str(error)
+        reason = describe_unpicklable(parts) or str(error)
         raise TypeError(
             f"{name} and its arguments cannot be pickled for the workers: {reason}"
         ) from error
@@ -259,7 +259,7 @@ class _GangRun(EventHandler):
         news_at, look_at = started + _WAIT_REPORT_INTERVAL, started + _AGENT_CHECK_INTERVAL
         while not self.agents.all_ended():
             rows_next = len(self.seen.ended) == self.size
-            self.pump_events(_ROW_WAIT_SECONDS if rows_next else _EVENT_WAIT_SECONDS)
+            self.handle_waiting_events(_ROW_WAIT_SECONDS if rows_next else _EVENT_WAIT_SECONDS)
             self.watcher.poll_updates()
             now = time.monotonic()
             if now > self.seen.give_up_at:
@@ -286,7 +286,7 @@ class _GangRun(EventHandler):
                 and not self.agents.may_already_run_unregistered()
             ):
                 raise TimeoutError(self.start_timeout_message())
-        self.pump_events(0.0)
+        self.handle_waiting_events(0.0)
         return self.task_outcomes()
 
     def should_wait_for_result_rows(self, now: float) -> bool:
@@ -300,7 +300,7 @@ class _GangRun(EventHandler):
                 results.
         """
         since = self.seen.succeeded_since = self.seen.succeeded_since or now
-        if self.has_results():
+        if self.has_all_published_results():
             if now - since <= _ROW_TIMEOUT:
                 return True
             self.output.print_message(
@@ -333,7 +333,7 @@ class _GangRun(EventHandler):
             and all(outcome.has_succeeded for outcome in outcomes)
         ):
             return outcomes
-        if self.has_results():
+        if self.has_all_published_results():
             self.output.print_message(
                 "Spark lost rows of a job whose workers had all ended successfully; the driver "
                 "has their results"
@@ -353,7 +353,7 @@ class _GangRun(EventHandler):
         ended = self.seen.ended
         return len(ended) == self.size and all(event.exit_code == 0 for event in ended.values())
 
-    def has_results(self) -> bool:
+    def has_all_published_results(self) -> bool:
         """Returns whether all workers have succeeded and the published result of each is known."""
         return self.all_succeeded() and len(self.seen.results) == self.size
 

@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from farandole.runner.agent import worker_environment
+from farandole.runner.agent import worker_environment_changes
 from farandole.runner.backend import LocalBackend
 from farandole.runner.errors import FarandoleJobError
 from farandole.runner.gang import GangAgents
@@ -75,16 +75,16 @@ class HostsBackend(LocalBackend):
         self._ssh_options = ssh_options or SshOptions()
         self._bind = bind
 
-    def _registrar_place(self) -> dict[str, str | None]:
-        return {"bind": self._bind} if self._remote_hosts else super()._registrar_place()
+    def _registrar_listen_arguments(self) -> dict[str, str | None]:
+        return {"bind": self._bind} if self._remote_hosts else super()._registrar_listen_arguments()
 
     def _make_agents(self, work: WorkerSpec, size: int) -> GangAgents:
         if not self._remote_hosts:
             return super()._make_agents(work, size)
-        return HostsAgents(work, self._local_tasks, self._remote_hosts, self._ssh_options)
+        return RemoteHostAgents(work, self._local_tasks, self._remote_hosts, self._ssh_options)
 
 
-class HostsAgents(GangAgents):
+class RemoteHostAgents(GangAgents):
     """One connection for every other host, one thread for every worker of this one.
 
     Args:
@@ -124,7 +124,7 @@ class HostsAgents(GangAgents):
                 first,
                 end,
                 [executable, "-m", "farandole.runner.worker"],
-                env=worker_environment(self._work.env, {}),
+                env=worker_environment_changes(self._work.env, {}),
                 payload=self._work.payload,
                 python=executable,
                 same_python=platform.python_version(),
@@ -197,9 +197,9 @@ class HostsAgents(GangAgents):
                     self._refused = True
                     self._endings[task] = TaskOutcome(task, host, refused=value)
                 elif kind == "gone":
-                    self._mark_lost(host, tasks, value)
+                    self._mark_tasks_aborted(host, tasks, value)
 
-    def _mark_lost(self, host: str, tasks: range, cause: str) -> None:
+    def _mark_tasks_aborted(self, host: str, tasks: range, cause: str) -> None:
         if host not in self._ready:
             self._unusable[host] = cause
         for task in tasks:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from farandole import _variables as variables
 from farandole._native.settings import read_setting
-from farandole.common.check import integer_at_least, positive_number
+from farandole.common.check import make_minimum_check, check_positive_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,8 +39,8 @@ def elastic_timeout_seconds(elastic_timeout: float | None) -> float:
 
 def _timeout_seconds(argument: str, given: float | None, variable: str) -> float:
     if given is None:
-        return positive_number(variable, read_setting(variable))
-    return positive_number(argument, given)
+        return check_positive_number(variable, read_setting(variable))
+    return check_positive_number(argument, given)
 
 
 def elastic_worker_counts(
@@ -66,7 +66,7 @@ def elastic_worker_counts(
         ("max_num_proc", max_workers),
     ):
         if value is not None:
-            integer_at_least(1)(name, value)
+            make_minimum_check(1)(name, value)
     first = (
         num_proc
         if num_proc is not None

@@ -120,13 +120,13 @@ class LoadSampler:
         seen: dict[str, float] = {}
         if whole > before[1]:
             seen["cpu"] = min(max((busy - before[0]) / (whole - before[1]), 0.0), 1.0)
-        host = self._kib_fields("meminfo")
+        host = self._kib_fields_as_bytes("meminfo")
         if "MemTotal" in host and "MemAvailable" in host:
             seen |= {
                 "memory": host["MemTotal"] - host["MemAvailable"],
                 "memory_total": host["MemTotal"],
             }
-        own = self._kib_fields("self/status")
+        own = self._kib_fields_as_bytes("self/status")
         if "VmRSS" in own:
             seen["process_memory"] = own["VmRSS"]
         return seen | (gpu.sample_load() if gpu is not None else {})
@@ -141,7 +141,7 @@ class LoadSampler:
             return sum(fields) - sum(fields[index] for index in _IDLE_FIELDS), sum(fields)
         return 0, 0
 
-    def _kib_fields(self, name: str) -> dict[str, int]:
+    def _kib_fields_as_bytes(self, name: str) -> dict[str, int]:
         """Returns the fields of lines such as `MemTotal:  16384 kB`, in bytes."""
         with contextlib.suppress(OSError):
             lines = (line.split() for line in (self._proc / name).read_text().splitlines())
@@ -153,7 +153,7 @@ class LoadSampler:
         return {}
 
 
-def set_gpu_index(index: int) -> None:
+def set_reported_gpu(index: int) -> None:
     """Sets the GPU that this process computes on.
 
     Args:
@@ -175,7 +175,7 @@ def start_rank_reports() -> None:
 
     _INTRODUCED_PID.append(os.getpid())
     report_rank({"pid": os.getpid()})
-    stalls.forward_stalls(
+    stalls.forward_stall_reports(
         lambda event: launcher.report_record(EVENT_KIND, json.dumps(event).encode())
     )
     start_load_reports(report_rank)

@@ -15,7 +15,7 @@ from farandole.common import pickling
 _MAX_PATH_DEPTH = 6
 
 
-def find_unpicklable(things: Mapping[str, Any]) -> str:
+def describe_unpicklable(things: Mapping[str, Any]) -> str:
     """Returns the first object that cannot be pickled, the part of it that is the cause, and
     pickle's message.
 
@@ -37,7 +37,7 @@ def _path_to_cause(value: Any, reason: str, depth: int) -> str:
     """Returns the path of the innermost object with this reason. Other parts may be impossible
     to pickle, too.
     """
-    for step, inner in _inner_objects(value) if depth else ():
+    for step, inner in _parts_with_access_paths(value) if depth else ():
         if _pickle_error(inner) == reason:
             return f"{step}{_path_to_cause(inner, reason, depth - 1)}"
     return ""
@@ -51,7 +51,7 @@ def _pickle_error(value: Any) -> str | None:
     return None
 
 
-def _inner_objects(value: Any) -> Iterator[tuple[str, Any]]:
+def _parts_with_access_paths(value: Any) -> Iterator[tuple[str, Any]]:
     """The parts of an object, each with the step that leads to it."""
     if inspect.ismethod(value):
         yield "'s object", value.__self__

@@ -44,7 +44,7 @@ def main() -> None:
     if exit_kind == "code":
         os._exit(int(number))
     if exit_kind == "lost":
-        _kill_worker_group(int(started[1]))
+        _kill_orphaned_group(int(started[1]))
     _exit_by_signal(int(number))
 
 
@@ -98,7 +98,7 @@ def _read_replies(server: "_socket.socket"):  # noqa: ANN202 - pairs of strings,
         received += piece
 
 
-def _kill_worker_group(worker: int) -> None:
+def _kill_orphaned_group(worker: int) -> None:
     """Ends the processes that a worker had started, after the server has died: the kernel has
     ended the worker with the server.
     """

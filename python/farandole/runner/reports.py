@@ -45,12 +45,12 @@ def parse_report(data: bytes) -> dict[str, Any]:
             _check_step(record)
             _check_progress(record)
         case "epoch":
-            _check_entry(record.get("entry"))
+            _check_history_entry(record.get("entry"))
             _check_progress(record)
     return record
 
 
-def warn_malformed(who: str, error: MalformedReportError) -> None:
+def warn_dropped_report(who: str, error: MalformedReportError) -> None:
     """Logs that a report is dropped, for each reason once a minute.
 
     Args:
@@ -81,7 +81,7 @@ def _check_progress(record: dict[str, Any]) -> None:
         raise MalformedReportError("its rows_per_second is no number")
 
 
-def _check_entry(entry: Any) -> None:
+def _check_history_entry(entry: Any) -> None:
     if not isinstance(entry, dict):
         raise MalformedReportError("its entry is no JSON object")
     _check_count(entry, "epoch")

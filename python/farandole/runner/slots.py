@@ -69,7 +69,7 @@ class SlotQueue:
         with self._changed:
             self._queue.append(job)
             try:
-                while not self._may_run(job, number):
+                while not self._may_take_slots(job, number):
                     if time.monotonic() >= next_report_at:
                         next_report_at = time.monotonic() + _WAIT_REPORT_INTERVAL
                         report_wait(self._wait_message(job, number))
@@ -92,7 +92,7 @@ class SlotQueue:
                 self._changed.notify_all()
 
     @contextlib.contextmanager
-    def hold_slots_for_start(
+    def hold_slots_within_start_timeout(
         self,
         number: int,
         report_wait: Callable[[str], None],
@@ -119,7 +119,7 @@ class SlotQueue:
         ) as waited:
             yield limit if start_timeout is None else max(limit - waited, _MIN_START_SECONDS)
 
-    def _may_run(self, job: object, number: int) -> bool:
+    def _may_take_slots(self, job: object, number: int) -> bool:
         if self._queue[0] is not job:
             return False
         return not self._jobs or sum(self._jobs.values()) + number <= self._total()

@@ -21,7 +21,7 @@ _MISSING_LINE: Final = re.compile(r"\n(\d+)!?: \[.*")
 _STALL_REPORT: Final = re.compile(rf"\nMissing ranks:((?:{_MISSING_LINE.pattern})+)")
 
 
-def forward_stalls(report_event: Callable[[dict[str, Any]], object]) -> None:
+def forward_stall_reports(report_event: Callable[[dict[str, Any]], object]) -> None:
     """Sends each stall report that this process logs as an event.
 
     It is a filter of the logger, because with a handler, reports would no longer go to stderr by
@@ -32,7 +32,7 @@ def forward_stalls(report_event: Callable[[dict[str, Any]], object]) -> None:
     """
 
     def forward_record(record: logging.LogRecord) -> bool:
-        event = stall_event(record.getMessage())
+        event = parse_stall_report(record.getMessage())
         if event is not None:
             # such as a driver that is gone; the report is logged anyway
             with contextlib.suppress(Exception):
@@ -42,7 +42,7 @@ def forward_stalls(report_event: Callable[[dict[str, Any]], object]) -> None:
     logging.getLogger(STALL_LOGGER).addFilter(forward_record)
 
 
-def stall_event(text: str) -> dict[str, str] | None:
+def parse_stall_report(text: str) -> dict[str, str] | None:
     """Returns the event of a stall report; `None` if the text is no such report.
 
     Args:

@@ -37,7 +37,7 @@ class OutputStreams:
     verbose: int = 1
     folder: str | os.PathLike[str] | None = None
 
-    def open_output(self, size: int) -> JobOutput:
+    def make_job_output(self, size: int) -> JobOutput:
         """Returns the output of one job. It uses the present `sys.stdout`, because notebooks
         replace it.
 

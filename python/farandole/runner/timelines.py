@@ -90,7 +90,7 @@ class TimelineCollector:
         """
         self._has_pieces = True
         try:
-            left_out = self._superseded_task(task, piece)
+            left_out = self._drop_superseded_timeline(task, piece)
             if left_out != task:
                 self._pieces.add_piece(task, piece)
             if left_out is not None:
@@ -98,7 +98,7 @@ class TimelineCollector:
         except OSError as error:
             _LOG.warning("a piece of a timeline is lost: %s", error)
 
-    def _superseded_task(self, task: int, piece: bytes) -> int | None:
+    def _drop_superseded_timeline(self, task: int, piece: bytes) -> int | None:
         """Returns the task whose timeline is dropped because another timeline of the same rank and
         world has started later.
 
@@ -124,7 +124,7 @@ class TimelineCollector:
         )  # fmt: skip
         return early
 
-    def write_to_run(self, write: Callable[[str, bytes], object], directory: str) -> None:
+    def write_trace_into(self, write: Callable[[str, bytes], object], directory: str) -> None:
         """Writes the trace into the directory of a run, if it belongs there.
 
         Args:
@@ -135,7 +135,7 @@ class TimelineCollector:
             return
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / TRACE_FILE
-            lines = self._merge_trace(path)
+            lines = self._merge_pieces_into(path)
             if self.summary:
                 write(TRACE_FILE, path.read_bytes())
                 lines.append(f"the timeline of all ranks is {TRACE_FILE} of the run")
@@ -158,7 +158,7 @@ class TimelineCollector:
             return self._run_messages or [
                 "the timeline is lost: no store keeps this run; give timeline= a path"
             ]
-        lines = self._merge_trace(self._path)
+        lines = self._merge_pieces_into(self._path)
         if not self.summary:
             return lines
         self._announce_trace(str(self._path))
@@ -168,7 +168,7 @@ class TimelineCollector:
         if self.on_written is not None:
             self.on_written(location)
 
-    def _merge_trace(self, path: Path) -> list[str]:
+    def _merge_pieces_into(self, path: Path) -> list[str]:
         try:
             summary, lines = self._pieces.merge_pieces(path)
         except OSError as error:
@@ -233,7 +233,7 @@ def worker_variables() -> dict[str, str | None]:
     return {variables.TIMELINE: "GATHER"}
 
 
-def collect_piece(task: int, piece: bytes) -> None:
+def collect_timeline_piece(task: int, piece: bytes) -> None:
     """Takes a piece if timelines are collected; else does nothing.
 
     Args:
@@ -266,6 +266,6 @@ def write_trace_to_run(remote: RemoteStore) -> None:
     if gathering is not None and remote.run_path is not None:
         from farandole._native import store as native  # noqa: PLC0415 - `import farandole` stays light
 
-        gathering.write_to_run(
+        gathering.write_trace_into(
             remote.write, native.Store(remote.run_path).local_path or remote.run_path
         )

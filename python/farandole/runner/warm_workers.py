@@ -28,7 +28,7 @@ from farandole import _variables as variables
 from farandole._native.launcher import ALLOCATOR
 from farandole._native.settings import read_setting
 from farandole.common.notebook import in_notebook
-from farandole.common.scratch import boot_id, user_directory
+from farandole.common.scratch import boot_id, private_user_directory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -57,7 +57,7 @@ _SEARCH_MODULES: Final = ("pyspark.ml.tuning", "pyspark.ml.connect.tuning")
 
 
 @dataclass(frozen=True)
-class WarmWorkers:
+class WarmWorkerSettings:
     """Settings of workers that are forked from a server.
 
     Attributes:
@@ -69,7 +69,7 @@ class WarmWorkers:
     idle: float = _IDLE_SECONDS
 
 
-def choose_warm_workers(asked: bool | None, by_default: bool) -> WarmWorkers | None:
+def choose_warm_workers(asked: bool | None, by_default: bool) -> WarmWorkerSettings | None:
     """Returns the settings of a job's warm workers, or `None` if its workers are not warm.
 
     Only if the driver has imported torch, its workers will import torch: others gain nothing.
@@ -86,16 +86,16 @@ def choose_warm_workers(asked: bool | None, by_default: bool) -> WarmWorkers | N
         on = _warm_workers_switch()
     if on is None:
         on = "torch" in sys.modules and (
-            by_default or _in_notebook() or is_called_by_parameter_search()
+            by_default or _in_notebook_or_databricks() or is_called_by_parameter_search()
         )
     if not on:
         return None
     idle = read_setting(variables.WARM_IDLE_SECONDS)
-    return WarmWorkers(_modules_to_preload(), _IDLE_SECONDS if idle is None else idle)
+    return WarmWorkerSettings(_modules_to_preload(), _IDLE_SECONDS if idle is None else idle)
 
 
-def worker_command(
-    warm: WarmWorkers, cold: Sequence[str], changes: Mapping[str, str | None], owner: int
+def warm_worker_command(
+    warm: WarmWorkerSettings, cold: Sequence[str], changes: Mapping[str, str | None], owner: int
 ) -> list[str]:
     """Returns the command that starts a worker by the fork server, and starts the server if needed.
 
@@ -110,7 +110,7 @@ def worker_command(
     """
     env = {name: value for name, value in (os.environ | dict(changes)).items() if value is not None}
     try:
-        folder = user_directory()
+        folder = private_user_directory()
         socket_path = folder / f"warm-{_server_digest(warm, cold[0], env, owner)}"
         if len(str(socket_path)) > _MAX_SOCKET_PATH:
             return list(cold)
@@ -121,7 +121,7 @@ def worker_command(
     return [cold[0], "-I", "-S", str(_RUNNER_FOLDER / "proxy.py"), str(socket_path), *cold]
 
 
-def executor_pid() -> int:
+def fork_server_owner_pid() -> int:
     """Returns the owner of a server that this Spark task starts: Spark's own process, above its
     Python processes.
     """
@@ -175,7 +175,7 @@ def _warm_workers_switch() -> bool | None:
     raise ValueError(f"{SWITCH_VARIABLE} must be auto, on or off: {setting}")
 
 
-def _in_notebook() -> bool:
+def _in_notebook_or_databricks() -> bool:
     return in_notebook() or "DATABRICKS_RUNTIME_VERSION" in os.environ
 
 
@@ -189,7 +189,7 @@ def is_called_by_parameter_search() -> bool:
     return False
 
 
-def _server_digest(warm: WarmWorkers, interpreter: str, env: Mapping[str, str], owner: int) -> str:
+def _server_digest(warm: WarmWorkerSettings, interpreter: str, env: Mapping[str, str], owner: int) -> str:
     roots = [
         part or str(Path.cwd()) for part in env.get("PYTHONPATH", "").split(os.pathsep)
     ] + sys.path
@@ -199,7 +199,7 @@ def _server_digest(warm: WarmWorkers, interpreter: str, env: Mapping[str, str], 
         "preload": warm.preload,
         "packages": [[root, _packages_changed_at(root)] for root in dict.fromkeys(roots)],
         "farandole": [
-            _changed_at(path)
+            _modification_time_or_none(path)
             for path in (
                 *sorted(_RUNNER_FOLDER.glob("*.py")),
                 *_RUNNER_FOLDER.parent.glob("_native*"),
@@ -225,13 +225,13 @@ def _packages_changed_at(root: str) -> int | None:
     folder = Path(root)
     is_for_packages = folder.name in ("site-packages", "dist-packages")
     return (
-        _changed_at(folder)
+        _modification_time_or_none(folder)
         if is_for_packages or next(folder.glob("*.dist-info"), None) is not None
         else None
     )
 
 
-def _changed_at(path: str | Path) -> int | None:
+def _modification_time_or_none(path: str | Path) -> int | None:
     try:
         return Path(path).stat().st_mtime_ns
     except OSError:
@@ -239,7 +239,7 @@ def _changed_at(path: str | Path) -> int | None:
 
 
 def _start_server(
-    warm: WarmWorkers, interpreter: str, env: Mapping[str, str], owner: int, socket_path: Path
+    warm: WarmWorkerSettings, interpreter: str, env: Mapping[str, str], owner: int, socket_path: Path
 ) -> None:
     """Starts a server and returns when it listens; if several start at once, one stays."""
     arguments = [

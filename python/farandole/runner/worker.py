@@ -36,8 +36,8 @@ def main() -> int:
     Returns:
         The exit status.
     """
-    payload = _take_descriptor(PAYLOAD_FD)
-    result = _take_descriptor(RESULT_FD)
+    payload = _take_descriptor_variable(PAYLOAD_FD)
+    result = _take_descriptor_variable(RESULT_FD)
     if payload is None or result is None:
         sys.stderr.write(
             f"farandole.runner.worker is started by an agent, which sets {PAYLOAD_FD} and "
@@ -120,7 +120,7 @@ def _pickle_exception(error: BaseException) -> bytes | None:
     return packed if same else None
 
 
-def _take_descriptor(variable: str) -> int | None:
+def _take_descriptor_variable(variable: str) -> int | None:
     """Returns the descriptor that a variable names, and removes the variable: the worker's child
     processes must not use the descriptor.
     """

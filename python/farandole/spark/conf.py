@@ -17,7 +17,7 @@ _BLACKLIST_PREFIX: Final = "spark.blacklist."
 _EXCLUDE_ON_FAILURE_PREFIX: Final = "spark.excludeOnFailure."
 
 
-def _exclusion(key: str, value: str) -> Setting:
+def _executor_exclusion_setting(key: str, value: str) -> Setting:
     """Returns a setting of the exclusion of failed executors and hosts, under its old name."""
     return _BLACKLIST_PREFIX + key, value
 
@@ -27,8 +27,8 @@ SPARK_CONF_ALWAYS_RESTART_FAILED_TASK: Final[Setting] = (
     SPARK_CONF_MAX_INT,
 )
 
-SPARK_CONF_BLACKLIST_DISABLED: Final = _exclusion("enabled", "false")
-SPARK_CONF_BLACKLIST_ENABLED: Final = _exclusion("enabled", "true")
+SPARK_CONF_BLACKLIST_DISABLED: Final = _executor_exclusion_setting("enabled", "false")
+SPARK_CONF_BLACKLIST_ENABLED: Final = _executor_exclusion_setting("enabled", "true")
 
 _STAGE_TASKS: Final = "stage.maxFailedTasksPerExecutor"
 _STAGE_EXECUTORS: Final = "stage.maxFailedExecutorsPerNode"
@@ -37,29 +37,29 @@ _TASK_NODE: Final = "task.maxTaskAttemptsPerNode"
 _APP_TASKS: Final = "application.maxFailedTasksPerExecutor"
 _APP_EXECUTORS: Final = "application.maxFailedExecutorsPerNode"
 
-SPARK_CONF_REUSE_FAILED_EXECUTOR: Final = _exclusion(_STAGE_TASKS, SPARK_CONF_MAX_INT)
-SPARK_CONF_DONT_REUSE_FAILED_EXECUTOR: Final = _exclusion(_STAGE_TASKS, "1")
+SPARK_CONF_REUSE_FAILED_EXECUTOR: Final = _executor_exclusion_setting(_STAGE_TASKS, SPARK_CONF_MAX_INT)
+SPARK_CONF_DONT_REUSE_FAILED_EXECUTOR: Final = _executor_exclusion_setting(_STAGE_TASKS, "1")
 
-SPARK_CONF_REUSE_FAILING_NODE: Final = _exclusion(_STAGE_EXECUTORS, SPARK_CONF_MAX_INT_MINUS_ONE)
-SPARK_CONF_DONT_REUSE_FAILING_NODE: Final = _exclusion(_STAGE_EXECUTORS, "1")
+SPARK_CONF_REUSE_FAILING_NODE: Final = _executor_exclusion_setting(_STAGE_EXECUTORS, SPARK_CONF_MAX_INT_MINUS_ONE)
+SPARK_CONF_DONT_REUSE_FAILING_NODE: Final = _executor_exclusion_setting(_STAGE_EXECUTORS, "1")
 
-SPARK_CONF_REUSE_EXECUTOR_ALWAYS_FOR_SAME_TASK: Final = _exclusion(
+SPARK_CONF_REUSE_EXECUTOR_ALWAYS_FOR_SAME_TASK: Final = _executor_exclusion_setting(
     _TASK_EXECUTOR, SPARK_CONF_MAX_INT
 )
-SPARK_CONF_REUSE_EXECUTOR_ONCE_FOR_SAME_TASK: Final = _exclusion(_TASK_EXECUTOR, "2")
-SPARK_CONF_DONT_REUSE_EXECUTOR_FOR_SAME_TASK: Final = _exclusion(_TASK_EXECUTOR, "1")
+SPARK_CONF_REUSE_EXECUTOR_ONCE_FOR_SAME_TASK: Final = _executor_exclusion_setting(_TASK_EXECUTOR, "2")
+SPARK_CONF_DONT_REUSE_EXECUTOR_FOR_SAME_TASK: Final = _executor_exclusion_setting(_TASK_EXECUTOR, "1")
 
-SPARK_CONF_REUSE_NODE_ALWAYS_FOR_SAME_TASK: Final = _exclusion(
+SPARK_CONF_REUSE_NODE_ALWAYS_FOR_SAME_TASK: Final = _executor_exclusion_setting(
     _TASK_NODE, SPARK_CONF_MAX_INT_MINUS_ONE
 )
-SPARK_CONF_REUSE_NODE_ONCE_FOR_SAME_TASK: Final = _exclusion(_TASK_NODE, "2")
-SPARK_CONF_DONT_REUSE_NODE_FOR_SAME_TASK: Final = _exclusion(_TASK_NODE, "1")
+SPARK_CONF_REUSE_NODE_ONCE_FOR_SAME_TASK: Final = _executor_exclusion_setting(_TASK_NODE, "2")
+SPARK_CONF_DONT_REUSE_NODE_FOR_SAME_TASK: Final = _executor_exclusion_setting(_TASK_NODE, "1")
 
-SPARK_CONF_REUSE_FAILED_EXECUTOR_IN_APP: Final = _exclusion(_APP_TASKS, SPARK_CONF_MAX_INT)
-SPARK_CONF_DONT_REUSE_FAILED_EXECUTOR_IN_APP: Final = _exclusion(_APP_TASKS, "1")
+SPARK_CONF_REUSE_FAILED_EXECUTOR_IN_APP: Final = _executor_exclusion_setting(_APP_TASKS, SPARK_CONF_MAX_INT)
+SPARK_CONF_DONT_REUSE_FAILED_EXECUTOR_IN_APP: Final = _executor_exclusion_setting(_APP_TASKS, "1")
 
-SPARK_CONF_REUSE_FAILING_NODE_IN_APP: Final = _exclusion(_APP_EXECUTORS, SPARK_CONF_MAX_INT)
-SPARK_CONF_DONT_REUSE_FAILING_NODE_IN_APP: Final = _exclusion(_APP_EXECUTORS, "1")
+SPARK_CONF_REUSE_FAILING_NODE_IN_APP: Final = _executor_exclusion_setting(_APP_EXECUTORS, SPARK_CONF_MAX_INT)
+SPARK_CONF_DONT_REUSE_FAILING_NODE_IN_APP: Final = _executor_exclusion_setting(_APP_EXECUTORS, "1")
 
 _DEFAULT_SETTINGS: Final = {
     "enabled": "false",

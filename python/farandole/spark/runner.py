@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from farandole import _variables as variables
 from farandole._native.settings import read_setting
-from farandole.common.check import integer_at_least
+from farandole.common.check import make_minimum_check
 from farandole.runner import outcome, timelines, warm_workers
 from farandole.runner.agent import WorkerSpec
 from farandole.runner.elastic import driver_loop as elastic
@@ -24,15 +24,15 @@ from farandole.runner.limits import (
     spark_start_timeout_seconds,
 )
 from farandole.runner.show.training import TrainingRun, report_run
-from farandole.runner.show.watched import view_run
+from farandole.runner.show.watched import record_run_for_viewer
 from farandole.spark.job import connect_artifacts
 from farandole.spark.job.agents import BARRIER_REJOIN_SECONDS, SparkAgents
 from farandole.spark.job.decommission import ExecutorDecommissions
 from farandole.spark.job.elastic import SparkAgentPool
 from farandole.spark.job.executor_loss import ExecutorLossReasons
 from farandole.spark.job.queue import slot_queue
-from farandole.spark.job.session import SparkCluster
-from farandole.spark.job.spill import TaskSpill
+from farandole.spark.job.session import SparkSessionAdapter
+from farandole.spark.job.spill import JobSpillDirectory
 from farandole.spark.job.task_rendezvous import TaskRendezvous
 from farandole.spark.shim import SparkPlugin
 
@@ -151,13 +151,13 @@ def run(  # noqa: D417 - the ignored ones are named in one line
         )
     with (
         timelines.collect_timelines(timeline),
-        view_run(ui, fn, num_proc, "run", SparkPlugin.from_active_context(), writes_output=True),
+        record_run_for_viewer(ui, fn, num_proc, "run", SparkPlugin.from_active_context(), writes_output=True),
     ):
-        cluster = SparkCluster.from_active_session()
+        cluster = SparkSessionAdapter.from_active_session()
         size = (
             cluster.default_parallelism()
             if num_proc is None
-            else integer_at_least(1)("num_proc", num_proc)
+            else make_minimum_check(1)("num_proc", num_proc)
         )
         cluster.check_job_size(size)
         if resource_profile is not None:
@@ -165,12 +165,12 @@ def run(  # noqa: D417 - the ignored ones are named in one line
         spark_start_timeout_seconds(start_timeout)
         output = JobOutput(stdout, stderr, prefix_output_with_timestamp, verbose)
         warmth = warm_workers.choose_warm_workers(warm, by_default=False)
-        spill = None if store is None else TaskSpill.create_in_store(store)
+        spill = None if store is None else JobSpillDirectory.create_in_store(store)
         job = _SparkJob(cluster, output, pickle_payload(fn, args, kwargs), spill, env, executable)
 
         from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
 
-        with job.hold_resources(fn, "run", size, start_timeout, resource_profile) as (
+        with job.hold_slots_and_spill(fn, "run", size, start_timeout, resource_profile) as (
             limit,
             training,
         ):
@@ -182,7 +182,7 @@ def run(  # noqa: D417 - the ignored ones are named in one line
             work = job.make_worker_spec(
                 registrar.ticket, training, limit, warm=warmth, rejoin_after=rejoin_after
             )
-            rendezvous = _make_rendezvous(cluster, registrar, size, spill)
+            rendezvous = _make_rendezvous_if_needed(cluster, registrar, size, spill)
             agents = SparkAgents(cluster, work, size, output, resource_profile, rendezvous)
             with job.explain_failures(agents.tag, size, training):
                 endings = run_gang(
@@ -279,9 +279,9 @@ def run_elastic(  # noqa: D417 - the ignored ones are named in one line
     shim = SparkPlugin.from_active_context()
     with (
         timelines.collect_timelines(timeline),
-        view_run(ui, fn, num_proc, "run_elastic", shim, writes_output=True),
+        record_run_for_viewer(ui, fn, num_proc, "run_elastic", shim, writes_output=True),
     ):
-        cluster = SparkCluster.from_active_session()
+        cluster = SparkSessionAdapter.from_active_session()
         first, min_workers, max_workers = elastic_worker_counts(
             num_proc,
             _merge_aliases("min_num_proc", min_num_proc, "min_np", min_np),
@@ -298,7 +298,7 @@ def run_elastic(  # noqa: D417 - the ignored ones are named in one line
             cluster,
             output,
             pickle_payload(fn, args, kwargs),
-            None if store is None else TaskSpill.create_in_store(store),
+            None if store is None else JobSpillDirectory.create_in_store(store),
             env,
             executable,
         )
@@ -307,7 +307,7 @@ def run_elastic(  # noqa: D417 - the ignored ones are named in one line
 
         # Wait for slots for the maximum number of workers. Otherwise this job would later take
         # slots that the next gang in the queue needs.
-        with job.hold_resources(
+        with job.hold_slots_and_spill(
             fn, "run_elastic", max_workers, start_timeout, resource_profile
         ) as (limit, training):
             registrar = Registrar.start_elastic(
@@ -346,15 +346,15 @@ class _SparkJob:
         executable: Their interpreter.
     """
 
-    cluster: SparkCluster
+    cluster: SparkSessionAdapter
     output: JobOutput
     packed: bytes
-    spill: TaskSpill | None
+    spill: JobSpillDirectory | None
     env: Mapping[str, str | None] | None
     executable: str | None
 
     @contextlib.contextmanager
-    def hold_resources(
+    def hold_slots_and_spill(
         self,
         fn: Callable[..., Any],
         kind: str,
@@ -396,7 +396,7 @@ class _SparkJob:
             | timelines.worker_variables()
         )
         return WorkerSpec(
-            ticket, packed, changes, self.executable, self.output.is_streaming, limit, **more
+            ticket, packed, changes, self.executable, self.output.streams_worker_lines, limit, **more
         )
 
     @contextlib.contextmanager
@@ -420,7 +420,7 @@ class _SparkJob:
 
 @contextlib.contextmanager
 def _hold_slots(
-    cluster: SparkCluster,
+    cluster: SparkSessionAdapter,
     number: int,
     output: JobOutput,
     start_timeout: float | None,
@@ -431,7 +431,7 @@ def _hold_slots(
     if profile is not None:
         yield limit  # the slots of another profile are unknown
         return
-    with slot_queue(cluster).hold_slots_for_start(
+    with slot_queue(cluster).hold_slots_within_start_timeout(
         number, output.print_message, start_timeout, limit
     ) as start_seconds:
         yield start_seconds
@@ -452,8 +452,8 @@ def _inherited_variables() -> dict[str, str | None]:
     }
 
 
-def _make_rendezvous(
-    cluster: SparkCluster, registrar: Registrar, size: int, spill: TaskSpill | None
+def _make_rendezvous_if_needed(
+    cluster: SparkSessionAdapter, registrar: Registrar, size: int, spill: JobSpillDirectory | None
 ) -> TaskRendezvous | None:
     """Executors of classic Spark reach the driver, or there would be no job; a Connect client
     may be anywhere.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from farandole.runner import warm_workers
-from farandole.runner.show.run_reporter import RunReporter
+from farandole.runner.show.run_reporter import RunReportReceiver
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -68,7 +68,7 @@ def plugin(builder: SparkSession.Builder, *, warm: bool | None = None) -> SparkS
     return builder
 
 
-class SparkPlugin(RunReporter):
+class SparkPlugin(RunReportReceiver):
     """The plugin of the driver's SparkContext. Nothing here raises: after the first error it is
     left alone.
 
@@ -124,7 +124,7 @@ class SparkPlugin(RunReporter):
         self._call_plugin("gauge", name, float(value))
 
     def publish_timeline(self, run: str, path: str) -> None:
-        """Like `RunReporter.publish_timeline`: the tab offers the file while the driver lives.
+        """Like `RunReportReceiver.publish_timeline`: the tab offers the file while the driver lives.
 
         Args:
             run: The run.

@@ -116,7 +116,7 @@ def choose_own_gpu(count: int, local_rank: int, local_size: int) -> GpuChoice | 
     )
     if choice is not None:
         rank = os.environ.get("RANK", str(local_rank))
-        load.set_gpu_index(choice.index)
+        load.set_reported_gpu(choice.index)
         if has_rank_display():
             report_rank_state({"gpu": choice.index})
         sys.stderr.write(

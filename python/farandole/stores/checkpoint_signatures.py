@@ -103,19 +103,19 @@ def record_checkpoint_write(
         ValueError: A newer version of Farandole wrote the marker.
     """
     known = _read_marker(run)
-    entry = _marker_entry(data, key)
+    entry = _content_digest_entry(data, key)
     same = [one for one in known.get(name, []) if one.get("sha256") == entry["sha256"]]
     others = [entry for entry in known.get(name, []) if entry not in same]
     if not others and key is None:
-        others = _entries_of_present(run, name, entry)  # of a version that left no marker
+        others = _entries_of_present_files(run, name, entry)  # of a version that left no marker
     # The same content may have a seal, which a process without the key cannot make again.
     entry = {**(same[0] if same else {}), **entry}
     entry.pop(_WRITTEN_KEY, None)
-    known[name] = [entry, *_limit_unconfirmed(run, name, others)]
+    known[name] = [entry, *_limit_unconfirmed_entries(run, name, others)]
     _write_marker(run, known)
     yield
     entry[_WRITTEN_KEY] = True
-    known[name] = _drop_replaced(known[name])
+    known[name] = _drop_replaced_entries(known[name])
     try:
         _write_marker(run, known)
     except OSError as error:
@@ -123,7 +123,7 @@ def record_checkpoint_write(
         _log.warning("%s/%s could not be shortened: %s", run.url, MARKER_FILENAME, error)
 
 
-def find_mismatch(run: native.Store, name: str, data: bytes, key: bytes | None) -> str | None:
+def foreign_checkpoint_reason(run: native.Store, name: str, data: bytes, key: bytes | None) -> str | None:
     """Returns the reason why a checkpoint does not belong to this run; `None` if it does.
 
     Args:
@@ -138,7 +138,7 @@ def find_mismatch(run: native.Store, name: str, data: bytes, key: bytes | None) 
     known = _read_marker(run).get(name.removesuffix(durable.PREVIOUS_SUFFIX), [])
     if not known and key is None:
         return None  # of a version that left no marker
-    mine = _marker_entry(data, key)
+    mine = _content_digest_entry(data, key)
     same = [entry for entry in known if entry.get("sha256") == mine["sha256"]]
     if key is not None:
         if not any(
@@ -154,7 +154,7 @@ def find_mismatch(run: native.Store, name: str, data: bytes, key: bytes | None) 
     )
 
 
-def _drop_replaced(entries: list[Entry]) -> list[Entry]:
+def _drop_replaced_entries(entries: list[Entry]) -> list[Entry]:
     """Returns the entries of contents that may still be there, after the first one was written."""
     remaining, written = [], 0
     for entry in entries:
@@ -165,13 +165,13 @@ def _drop_replaced(entries: list[Entry]) -> list[Entry]:
     return remaining
 
 
-def _limit_unconfirmed(run: native.Store, name: str, entries: list[Entry]) -> list[Entry]:
+def _limit_unconfirmed_entries(run: native.Store, name: str, entries: list[Entry]) -> list[Entry]:
     """Removes entries of contents that are not there, if very many writes have failed."""
     unconfirmed = [entry for entry in entries if not entry.get(_WRITTEN_KEY)]
     if len(unconfirmed) <= _MAX_UNCONFIRMED_ENTRIES:
         return entries
     newest = unconfirmed[:_NEWEST_UNCONFIRMED_ENTRIES]
-    present = {entry["sha256"] for entry in _entries_of_present(run, name)}
+    present = {entry["sha256"] for entry in _entries_of_present_files(run, name)}
     return [
         entry
         for entry in entries
@@ -179,18 +179,18 @@ def _limit_unconfirmed(run: native.Store, name: str, entries: list[Entry]) -> li
     ]
 
 
-def _entries_of_present(run: native.Store, name: str, besides: Entry | None = None) -> list[Entry]:
+def _entries_of_present_files(run: native.Store, name: str, besides: Entry | None = None) -> list[Entry]:
     """Returns entries without seals of the contents that a name and its previous file have now,
     except one.
     """
     contents = (
-        durable.read_if_present(run, content_name) for content_name in durable.content_names(name)
+        durable.read_if_present(run, content_name) for content_name in durable.checkpoint_and_previous_names(name)
     )
-    entries = [_marker_entry(data, None) for data in contents if data is not None]
+    entries = [_content_digest_entry(data, None) for data in contents if data is not None]
     return [entry for entry in entries if besides is None or entry["sha256"] != besides["sha256"]]
 
 
-def _marker_entry(data: bytes, key: bytes | None) -> Entry:
+def _content_digest_entry(data: bytes, key: bytes | None) -> Entry:
     digest = hashlib.sha256(data).hexdigest()
     entry: Entry = {"bytes": len(data), "sha256": digest}
     if key is not None:
@@ -213,7 +213,7 @@ def _read_marker(run: native.Store) -> dict[str, list[Entry]]:
         marker = small_files.read_json(run, MARKER_FILENAME, small_files.MAX_TABLE_FILE_BYTES)
         if marker is None:
             return {}
-        with small_files.name_damage(f"{run.url}/{MARKER_FILENAME}"):
+        with small_files.raise_as_damaged_file(f"{run.url}/{MARKER_FILENAME}"):
             version, entries_by_name = marker.get("version", MARKER_VERSION), marker["checkpoints"]
             newer = isinstance(version, int) and version > MARKER_VERSION
             known = {

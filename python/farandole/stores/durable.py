@@ -52,7 +52,7 @@ _temporary_numbers = itertools.count(1)
 _log = logging.getLogger("farandole")
 
 
-class DurableFiles:
+class DurableFileOperations:
     """The operations of a file system that matter here."""
 
     def make_directory(self, path: Path) -> None:
@@ -65,7 +65,7 @@ class DurableFiles:
         with path.open("xb") as file:
             file.write(data)
 
-    def sync_path(self, path: Path) -> None:
+    def fsync_path(self, path: Path) -> None:
         """Returns when a file's content, or a directory's entries, are on the disk."""
         try:
             descriptor = os.open(path, os.O_RDONLY)
@@ -98,7 +98,7 @@ class DurableFiles:
         path.unlink(missing_ok=True)
 
 
-_LOCAL_FILES = DurableFiles()
+_LOCAL_FILES = DurableFileOperations()
 
 
 def write_durably(
@@ -107,7 +107,7 @@ def write_durably(
     data: bytes,
     *,
     keeps: bool = False,
-    disk: DurableFiles = _LOCAL_FILES,
+    disk: DurableFileOperations = _LOCAL_FILES,
 ) -> None:
     """Writes a file. After a loss of power at any moment, the file is complete, or it has its
     previous content.
@@ -132,14 +132,14 @@ def write_durably(
 
 
 def _write_locally(
-    directory: Path, name: str, data: bytes, *, keeps: bool, disk: DurableFiles
+    directory: Path, name: str, data: bytes, *, keeps: bool, disk: DurableFileOperations
 ) -> None:
     missing = itertools.takewhile(
-        lambda path: not is_present(path), (directory, *directory.parents)
+        lambda path: not is_path_present(path), (directory, *directory.parents)
     )
     for created in reversed(list(missing)):
         disk.make_directory(created)
-        disk.sync_path(created.parent)
+        disk.fsync_path(created.parent)
     # Names of unfinished files end so everywhere in a store.
     fresh, second = (
         directory / f"{name}#{os.getpid()}{next(_temporary_numbers):06}" for _ in range(2)
@@ -147,8 +147,8 @@ def _write_locally(
     path = directory / name
     try:
         disk.write_new_file(fresh, data)
-        disk.sync_path(fresh)
-        if keeps and is_present(path):
+        disk.fsync_path(fresh)
+        if keeps and is_path_present(path):
             try:
                 disk.link_file(path, second)
             except OSError as error:
@@ -159,7 +159,7 @@ def _write_locally(
             else:
                 disk.rename_file(second, directory / (name + PREVIOUS_SUFFIX))
         disk.rename_file(fresh, path)
-        disk.sync_path(directory)
+        disk.fsync_path(directory)
     except BaseException as error:
         for unfinished in (fresh, second):
             # The caller needs the first error, and a later write does not use these names.
@@ -171,7 +171,7 @@ def _write_locally(
         raise
 
 
-def is_present(path: Path) -> bool:
+def is_path_present(path: Path) -> bool:
     """Returns whether there is something at a path; a link counts if its target is there.
 
     Unlike `Path.exists`, an error other than "no such file" is not taken for absence.
@@ -237,7 +237,7 @@ def read_if_present(store: native.Store, name: str) -> bytes | None:
         return None
 
 
-def content_names(name: str) -> tuple[str, str]:
+def checkpoint_and_previous_names(name: str) -> tuple[str, str]:
     """Returns the names of the files with the last and the previous content of a checkpoint.
 
     Args:
@@ -246,7 +246,7 @@ def content_names(name: str) -> tuple[str, str]:
     return name, name + PREVIOUS_SUFFIX
 
 
-def sync_tree(directory: Path, disk: DurableFiles = _LOCAL_FILES) -> None:
+def sync_tree(directory: Path, disk: DurableFileOperations = _LOCAL_FILES) -> None:
     """Returns when a directory, and everything in it, is on the disk, whichever process wrote it.
 
     Args:
@@ -255,15 +255,15 @@ def sync_tree(directory: Path, disk: DurableFiles = _LOCAL_FILES) -> None:
     """
     for folder, _, names in os.walk(directory, topdown=False):
         for name in names:
-            disk.sync_path(Path(folder) / name)
-        disk.sync_path(Path(folder))
+            disk.fsync_path(Path(folder) / name)
+        disk.fsync_path(Path(folder))
     for above in directory.parents:
         # a directory of another user, which existed before
         with contextlib.suppress(PermissionError):
-            disk.sync_path(above)
+            disk.fsync_path(above)
 
 
-def read_intact(store: native.Store, name: str, fault: Fault | None = None) -> bytes | None:
+def read_intact_checkpoint(store: native.Store, name: str, fault: Fault | None = None) -> bytes | None:
     """Returns a checkpoint if it exists and is intact; logs a warning if it is damaged.
 
     Args:
@@ -272,11 +272,11 @@ def read_intact(store: native.Store, name: str, fault: Fault | None = None) -> b
         fault: takes the name and the content, and returns a further reason to refuse the file.
     """
     data = read_if_present(store, name)
-    return None if data is None else _check_intact(store, name, data, fault)
+    return None if data is None else _content_if_intact(store, name, data, fault)
 
 
-def _check_intact(store: native.Store, name: str, data: bytes, fault: Fault | None) -> bytes | None:
-    """Like `read_intact`, of a file that was read."""
+def _content_if_intact(store: native.Store, name: str, data: bytes, fault: Fault | None) -> bytes | None:
+    """Like `read_intact_checkpoint`, of a file that was read."""
     damage = find_damage(data)
     if damage is not None:
         _log.warning(
@@ -290,7 +290,7 @@ def _check_intact(store: native.Store, name: str, data: bytes, fault: Fault | No
     return data
 
 
-def read_last_intact(
+def recover_last_checkpoint(
     store: native.Store,
     name: str,
     fault: Fault | None = None,
@@ -305,7 +305,7 @@ def read_last_intact(
     Args:
         store: directory of the run.
         name: name of the checkpoint.
-        fault: as in `read_intact`.
+        fault: as in `read_intact_checkpoint`.
         restore: writes the previous checkpoint as the last one; default: `write_durably`.
 
     Returns:
@@ -316,12 +316,12 @@ def read_last_intact(
         ValueError: there are checkpoints, and none of them can be used.
     """
     data = read_if_present(store, name)
-    found = None if data is None else _check_intact(store, name, data, fault)
+    found = None if data is None else _content_if_intact(store, name, data, fault)
     if found is not None:
         return found
     last_is_there = data is not None
     data = read_if_present(store, name + PREVIOUS_SUFFIX)
-    found = None if data is None else _check_intact(store, name + PREVIOUS_SUFFIX, data, fault)
+    found = None if data is None else _content_if_intact(store, name + PREVIOUS_SUFFIX, data, fault)
     if found is None:
         if not last_is_there and data is None:
             return None

@@ -94,7 +94,7 @@ class LeaseFile:
                     self._file_name,
                 )
 
-    def renew_and_check(self) -> bool:
+    def renew_and_check_held(self) -> bool:
         """Renews the lease file; returns whether the file existed and this process holds it.
 
         Raises:
@@ -110,7 +110,7 @@ class LeaseFile:
         if not self._is_own_process():
             return
         with self._file_lock:
-            self._stop_holding()
+            self._give_up_holding()
 
     def is_file(self, url: str, name: str) -> bool:
         """Returns whether this is the lease file of a name in a directory.
@@ -138,7 +138,7 @@ class LeaseFile:
             timeout=-1 if max_wait_seconds is None else max_wait_seconds
         )
         try:
-            if self._stop_holding():
+            if self._give_up_holding():
                 NativeStore(self.url).delete(self._file_name, max_wait_seconds)
         finally:
             if waits:
@@ -155,7 +155,7 @@ class LeaseFile:
         with _HELD_LOCK:
             return self in _HELD_FILES and self._pid == os.getpid()
 
-    def _stop_holding(self) -> bool:
+    def _give_up_holding(self) -> bool:
         """Releases the lease file; returns whether this process, not its parent, held it."""
         with _HELD_LOCK:
             held = self in _HELD_FILES

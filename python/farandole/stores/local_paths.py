@@ -20,7 +20,7 @@ _SHARED_MOUNT_PREFIXES = ("/dbfs/", "/Volumes/", "/mnt/")
 """Usual mount points of shared file systems."""
 
 
-def local_path_warning(url: str, hosts: list[str]) -> str | None:
+def unshared_path_warning(url: str, hosts: list[str]) -> str | None:
     """Returns the warning about a store on a local path when processes run on several hosts.
 
     Args:

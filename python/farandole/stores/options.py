@@ -60,13 +60,13 @@ class StorageOptions:
 
     def __init__(self, urls: tuple[str, ...], options: Mapping[str, Any] | None) -> None:
         for url in urls:
-            _check_options_url(url)
+            _require_bucket_in_url(url)
         self._urls = urls
         given = dict(options or {})
         function = given.get(CREDENTIALS_OPTION)
         if callable(function):
             given[CREDENTIALS_OPTION] = f"function {next(_FUNCTION_NUMBERS)}"
-            _register_function(given[CREDENTIALS_OPTION], function)
+            _register_credentials_function(given[CREDENTIALS_OPTION], function)
         elif function is not None:
             # Text, for example of a file, must not choose a function of this process.
             raise TypeError(f"the storage option {CREDENTIALS_OPTION!r} must be a function")
@@ -89,7 +89,7 @@ class StorageOptions:
                 finally:
                     native.configure_options(unused, {})
 
-    def holds_for(self, url: str) -> bool:
+    def covers_url(self, url: str) -> bool:
         """Returns whether a URL is one of the places, or below one.
 
         Args:
@@ -143,7 +143,7 @@ class StorageOptions:
             # Each task of Spark unpickles the options: the same function is one backend.
             name = f"function {hashlib.sha256(function).hexdigest()[:24]}"
             if name not in _CREDENTIAL_FUNCTIONS:
-                _register_function(name, cloudpickle.loads(function))
+                _register_credentials_function(name, cloudpickle.loads(function))
             self._options = {**self._options, CREDENTIALS_OPTION: name}
         self.apply()
 
@@ -177,11 +177,11 @@ def apply_store_options(url: str) -> None:
         url: URL that a caller without options opens.
     """
     for options in list(_OPTIONS_OF_STORES.values()):
-        if options.holds_for(url):
+        if options.covers_url(url):
             options.apply()
 
 
-def _check_options_url(url: str) -> None:
+def _require_bucket_in_url(url: str) -> None:
     """Refuses a place that is not below one bucket, container or host.
 
     Raises:
@@ -194,12 +194,12 @@ def _check_options_url(url: str) -> None:
         raise ValueError(f"a bucket or container is missing: {url!r}")
 
 
-def _register_function(name: str, function: Callable[[], Any]) -> None:
+def _register_credentials_function(name: str, function: Callable[[], Any]) -> None:
     _CREDENTIAL_FUNCTIONS[name] = function
-    native.register_credentials(name, lambda: _credential_values(function()))
+    native.register_credentials(name, lambda: _credentials_as_texts(function()))
 
 
-def _credential_values(values: Mapping[str, Any]) -> dict[str, str]:
+def _credentials_as_texts(values: Mapping[str, Any]) -> dict[str, str]:
     """Returns the text of credentials.
 
     Raises:

@@ -26,7 +26,7 @@ class PickleNotAllowedError(ValueError):
     """An object in a store contains code, and the user has not allowed to run it."""
 
 
-def decision_from_env() -> bool | None:
+def pickle_decision_from_env() -> bool | None:
     """Returns the value of the variable; `None` if it is not set.
 
     Raises:
@@ -35,7 +35,7 @@ def decision_from_env() -> bool | None:
     return read_setting(ALLOW_PICKLE_VARIABLE)
 
 
-def resolve_decision(allowed: bool | None) -> bool | None:
+def resolve_pickle_decision(allowed: bool | None) -> bool | None:
     """Returns the caller's decision, else the environment variable's, or `None` without either.
 
     Args:
@@ -44,10 +44,10 @@ def resolve_decision(allowed: bool | None) -> bool | None:
     Raises:
         ValueError: the variable is neither 1 nor 0.
     """
-    return decision_from_env() if allowed is None else allowed
+    return pickle_decision_from_env() if allowed is None else allowed
 
 
-def check_load_allowed(path: str, allowed: bool | None, instead: str = "") -> None:
+def require_unpickling_allowed(path: str, allowed: bool | None, instead: str = "") -> None:
     """Refuses to unpickle a loaded file if the user has forbidden it.
 
     Args:
@@ -58,7 +58,7 @@ def check_load_allowed(path: str, allowed: bool | None, instead: str = "") -> No
     Raises:
         PickleNotAllowedError: it is not allowed.
     """
-    if resolve_decision(allowed) is False:
+    if resolve_pickle_decision(allowed) is False:
         raise PickleNotAllowedError(
             f"the object saved at {path} holds pickled code, which is not allowed to run: allow "
             f"it with read().allow_pickle(True) or {ALLOW_PICKLE_VARIABLE}=1{instead}"

@@ -61,7 +61,7 @@ class RemoteStore:
         """
         if self.run_path is not None:
             run = native.Store(self.run_path)
-            self._check_lease(run)
+            self._require_driver_lease(run)
             run.write(name, data)
 
     def write_log(self, name: str, data: bytes) -> bool:
@@ -95,8 +95,8 @@ class RemoteStore:
         """
         if self.run_path is not None:
             run = native.Store(self.run_path)
-            self._check_lease(run)
-            self._write_recorded(run, name, data, keeps=name == self.checkpoint_filename)
+            self._require_driver_lease(run)
+            self._write_signed_checkpoint(run, name, data, keeps=name == self.checkpoint_filename)
 
     def read_checkpoint(self, name: str) -> bytes | None:
         """Returns a checkpoint of the run, or `None`; a damaged one is named in a warning and not
@@ -108,7 +108,7 @@ class RemoteStore:
         if self.run_path is None:
             return None
         run = native.Store(self.run_path)
-        return durable.read_intact(run, name, partial(self._find_mismatch, run))
+        return durable.read_intact_checkpoint(run, name, partial(self._find_mismatch, run))
 
     def resume(self) -> bytes | None:
         """Returns the checkpoint that the run continues from, or `None` for a fresh run.
@@ -121,14 +121,14 @@ class RemoteStore:
             return None
         run = native.Store(self.run_path)
         name = self.checkpoint_filename
-        return durable.read_last_intact(
+        return durable.recover_last_checkpoint(
             run,
             name,
             partial(self._find_mismatch, run),
-            partial(self._write_recorded, run, name, keeps=False),
+            partial(self._write_signed_checkpoint, run, name, keeps=False),
         )
 
-    def _check_lease(self, run: native.Store) -> None:
+    def _require_driver_lease(self, run: native.Store) -> None:
         """Raises an error if the driver's lease is gone. A driver that was stopped or cut off for
         long loses the run to another fit, and its workers, which may still run, must not overwrite
         that fit's files.
@@ -140,9 +140,9 @@ class RemoteStore:
                 "or has ended. Another fit may train the run now: nothing is written"
             )
 
-    def _write_recorded(self, run: native.Store, name: str, data: bytes, *, keeps: bool) -> None:
+    def _write_signed_checkpoint(self, run: native.Store, name: str, data: bytes, *, keeps: bool) -> None:
         with checkpoint_signatures.record_checkpoint_write(run, name, data, self.run_key):
             durable.write_durably(run, name, data, keeps=keeps)
 
     def _find_mismatch(self, run: native.Store, name: str, data: bytes) -> str | None:
-        return checkpoint_signatures.find_mismatch(run, name, data, self.run_key)
+        return checkpoint_signatures.foreign_checkpoint_reason(run, name, data, self.run_key)

@@ -46,7 +46,7 @@ def driver_keys_variable_value(ticket: str, *, reachable: bool) -> str:
     return f"{run_lease.job_fingerprint(ticket)}{'' if reachable else _UNREACHABLE_SUFFIX}"
 
 
-def must_ask_driver() -> bool:
+def must_request_key_from_driver() -> bool:
     """Returns whether this worker must ask its driver for keys."""
     job = os.environ.get(KEYS_AT_DRIVER_VARIABLE, "").removesuffix(_UNREACHABLE_SUFFIX)
     return job != "" and job == str(run_lease.own_job_fingerprint())

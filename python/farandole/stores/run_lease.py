@@ -152,7 +152,7 @@ class RunLease:
             RunInUseError: This process does not hold it, or no longer.
         """
         lease_file = self._lease_file  # another thread may leave it
-        if lease_file is None or not lease_file.renew_and_check():
+        if lease_file is None or not lease_file.renew_and_check_held():
             raise self._in_use_error(
                 "another process has taken it from this one, which was cut off or stopped for long"
             )
@@ -169,7 +169,7 @@ class RunLease:
         if lease_file is not None:
             # the lease file of a process that has ended does not count
             with contextlib.suppress(OSError):
-                if lease_file.renew_and_check():
+                if lease_file.renew_and_check_held():
                     lease_file.delete_if_held()
             lease_file.stop_renewing()
 

@@ -113,14 +113,14 @@ def parse_json(data: bytes | str, source_name: str) -> Any:
     values = sum(map(text.count, (b",", b"[", b"{")))
     if values > MAX_JSON_VALUES:
         raise DamagedFileError(f"damaged: {source_name}: it has more than {MAX_JSON_VALUES} values")
-    with name_damage(source_name):
+    with raise_as_damaged_file(source_name):
         made = json.loads(text)
     _check_limits(made, source_name)
     return made
 
 
 @contextlib.contextmanager
-def name_damage(source_name: str) -> Iterator[None]:
+def raise_as_damaged_file(source_name: str) -> Iterator[None]:
     """Turns the errors of a reader about unexpected content into `DamagedFileError`.
 
     Args:

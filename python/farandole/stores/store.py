@@ -548,7 +548,7 @@ class FilesystemStore(AbstractFilesystemStore):
         """
         del callback, kwargs
         source = Path(native.localized_path(lpath))
-        if not durable.is_present(source):
+        if not durable.is_path_present(source):
             raise FileNotFoundError(f"nothing to copy at: {lpath}")
         if durable.is_present_file(source):
             self.write_bytes(rpath, source.read_bytes())

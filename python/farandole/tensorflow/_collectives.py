@@ -16,8 +16,8 @@ from farandole.common.util import (
     Average,
     Sum,
     allows_rounded_sums,
-    choose_op,
-    rounded_op,
+    resolve_op_argument,
+    engine_op_number,
 )
 from farandole.tensorflow import xla
 from farandole.tensorflow._eager import is_eager
@@ -26,7 +26,7 @@ from farandole.tensorflow.mpi_ops import (
     as_tensor,
     grouped_allgather,
     grouped_reduce,
-    reduce_eagerly,
+    allreduce_eager_tensor,
     size_op,
 )
 
@@ -76,15 +76,15 @@ def allreduce(
             scaled.
     """
     if is_eager(tensor) and not device_dense:
-        op = choose_op(op, average)
+        op = resolve_op_argument(op, average)
         check_adasum(op, process_set)
         if compression is Compression.none:
-            return reduce_eagerly(
+            return allreduce_eager_tensor(
                 tensor, op, prescale_factor, postscale_factor, name, process_set, ignore_name_scope
             )
         value, ctx = compression.compress(tensor)
-        number = rounded_op(op, allows_rounded_sums(compression))
-        reduced = reduce_eagerly(
+        number = engine_op_number(op, allows_rounded_sums(compression))
+        reduced = allreduce_eager_tensor(
             value, number, prescale_factor, postscale_factor, name, process_set, ignore_name_scope
         )
         return compression.decompress(reduced, ctx)
@@ -118,11 +118,11 @@ def grouped_allreduce(
     name: str | None = None,
 ) -> list[Any]:
     """Like `allreduce` for several tensors, of any dtypes, as one unit."""
-    op = choose_op(op, average)
+    op = resolve_op_argument(op, average)
     check_adasum(op, process_set)
     factors = (prescale_factor, postscale_factor)
     if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
-        if xla.is_tracing():
+        if xla.is_tracing_for_xla():
             tensors = [as_tensor(tensor) for tensor in tensors]
         else:
             _check_slices(op, factors)
@@ -130,7 +130,7 @@ def grouped_allreduce(
     dense = [tensor for tensor in tensors if not isinstance(tensor, tf.IndexedSlices)]
     with _device_scope(device_dense):
         pairs = [compression.compress(as_tensor(tensor)) for tensor in dense]
-        number = rounded_op(op, allows_rounded_sums(compression))
+        number = engine_op_number(op, allows_rounded_sums(compression))
         reduced = grouped_reduce(
             [pair[0] for pair in pairs], number, factors, name, process_set, ignore_name_scope
         )
@@ -277,7 +277,7 @@ def _reducescatter_tensors(
     with _device_scope(device):
         pairs = [compression.compress(as_tensor(tensor)) for tensor in tensors]
         values = [pair[0] for pair in pairs]
-        number = rounded_op(op, allows_rounded_sums(compression))
+        number = engine_op_number(op, allows_rounded_sums(compression))
         parts = grouped_reduce(
             values, number, factors, name, process_set, ignore_name_scope, scatter=True
         )

@@ -20,7 +20,7 @@ import tensorflow as tf
 import farandole.numpy as hvd
 from farandole.common.exceptions import FarandoleInternalError, FarandoleUsageError
 from farandole.common.process_sets import ProcessSet, global_process_set
-from farandole.common.util import unrounded_op
+from farandole.common.util import op_of_engine_number
 from farandole.tensorflow._names import ONE_BITS, double_from_bits
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def _import_gradients() -> Any:
     return _gradients
 
 
-def _reduce_tensors(
+def _differentiable_reduction(
     reduce: Callable[..., Any], gradient: str, tensors: Sequence[Any], attributes: dict[str, Any]
 ) -> list[Any]:
     """Returns a reduction of several tensors; `gradient` names its gradient."""
@@ -185,7 +185,7 @@ def _reduce_tensors(
         return reduce(
             list(arrays),
             name=tensor_name or None,
-            op=unrounded_op(attributes["reduce_op"]),
+            op=op_of_engine_number(attributes["reduce_op"]),
             prescale_factor=double_from_bits(attributes["prescale"]),
             postscale_factor=double_from_bits(attributes["postscale"]),
             process_set=_find_process_set(process_set),
@@ -216,7 +216,7 @@ def farandole_grouped_allreduce(
         "prescale": prescale,
         "postscale": postscale,
     }
-    return _reduce_tensors(hvd.grouped_allreduce, "allreduce", tensors, attributes)
+    return _differentiable_reduction(hvd.grouped_allreduce, "allreduce", tensors, attributes)
 
 
 def farandole_grouped_reducescatter(
@@ -236,7 +236,7 @@ def farandole_grouped_reducescatter(
         "prescale": prescale,
         "postscale": postscale,
     }
-    return _reduce_tensors(hvd.grouped_reducescatter, "reducescatter", tensors, attributes)
+    return _differentiable_reduction(hvd.grouped_reducescatter, "reducescatter", tensors, attributes)
 
 
 def farandole_grouped_broadcast(
@@ -352,7 +352,7 @@ def farandole_join(tensor_name: str = "", process_set: int = 0, attended: bool =
     return _run_py_function(lambda: [np.int32(hvd.join())], [], [tf.int32])[0]
 
 
-def _query_process_set(question: Callable[[ProcessSet], int], process_set: int) -> Any:
+def _process_set_fact_op(question: Callable[[ProcessSet], int], process_set: int) -> Any:
     return _run_py_function(
         lambda: [np.int32(question(_find_process_set(process_set)))], [], [tf.int32]
     )[0]
@@ -360,24 +360,24 @@ def _query_process_set(question: Callable[[ProcessSet], int], process_set: int) 
 
 def farandole_size(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001 - the native op's
     """Returns the ranks in the set."""
-    return _query_process_set(lambda chosen: chosen.size() or 0, process_set)
+    return _process_set_fact_op(lambda chosen: chosen.size() or 0, process_set)
 
 
 def farandole_rank(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001
     """Returns this rank's position in the set."""
-    return _query_process_set(lambda chosen: chosen.rank() or 0, process_set)
+    return _process_set_fact_op(lambda chosen: chosen.rank() or 0, process_set)
 
 
 def farandole_local_size(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001
     """Returns the ranks on this host."""
-    return _query_process_set(lambda _: hvd.local_size(), process_set)
+    return _process_set_fact_op(lambda _: hvd.local_size(), process_set)
 
 
 def farandole_local_rank(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001
     """Returns this rank's position on its host."""
-    return _query_process_set(lambda _: hvd.local_rank(), process_set)
+    return _process_set_fact_op(lambda _: hvd.local_rank(), process_set)
 
 
 def farandole_included(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001
     """Returns whether this rank is in the set."""
-    return _query_process_set(lambda chosen: int(bool(chosen.included())), process_set)
+    return _process_set_fact_op(lambda chosen: int(bool(chosen.included())), process_set)

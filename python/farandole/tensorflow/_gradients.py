@@ -18,12 +18,12 @@ from typing import Any
 import tensorflow as tf
 
 from farandole.common import gradient_convention
-from farandole.common.util import Average, Sum, unrounded_op
+from farandole.common.util import Average, Sum, op_of_engine_number
 from farandole.tensorflow._library import ops
 from farandole.tensorflow._names import (
     ONE_BITS,
     double_from_bits,
-    gradient_arguments,
+    collective_arguments_of_gradient,
     normalize_name,
 )
 
@@ -39,21 +39,21 @@ DEFAULT_ATTRIBUTES = {
 """Default arguments of eager ops."""
 
 
-def _reduction_attributes(attributes: dict[str, Any]) -> dict[str, Any]:
+def _differentiable_reduction_attributes(attributes: dict[str, Any]) -> dict[str, Any]:
     """Returns the attributes of a reduction.
 
     Raises:
         ValueError: When it has no gradient.
     """
     if (
-        unrounded_op(attributes["reduce_op"]) not in (Average, Sum)
+        op_of_engine_number(attributes["reduce_op"]) not in (Average, Sum)
         and not gradient_convention.uses_horovod_gradients()
     ):
         raise ValueError("only Average and Sum have a gradient")
     return {key: attributes[key] for key in REDUCTION_ATTRIBUTES}
 
 
-def gradient_reduce_op() -> int:
+def op_for_broadcast_gradients() -> int:
     """Returns the reduction of the gradients that ranks derive for values of one of them."""
     return Average if gradient_convention.uses_horovod_gradients() else Sum
 
@@ -62,7 +62,7 @@ def allreduce(ops: Any, grads: list[Any], attributes: dict[str, Any]) -> list[An
     """Returns the same reduction of the gradients."""
     return list(
         ops.farandole_grouped_allreduce(
-            tensors=grads, **_reduction_attributes(attributes), **gradient_arguments(attributes)
+            tensors=grads, **_differentiable_reduction_attributes(attributes), **collective_arguments_of_gradient(attributes)
         )
     )
 
@@ -70,7 +70,7 @@ def allreduce(ops: Any, grads: list[Any], attributes: dict[str, Any]) -> list[An
 def broadcast(ops: Any, grads: list[Any], attributes: dict[str, Any]) -> list[Any]:
     """Returns the sums of the gradients on the root, and zeros on the other ranks."""
     summed = ops.farandole_grouped_allreduce(
-        tensors=grads, reduce_op=gradient_reduce_op(), **gradient_arguments(attributes)
+        tensors=grads, reduce_op=op_for_broadcast_gradients(), **collective_arguments_of_gradient(attributes)
     )
     is_root = tf.equal(ops.farandole_rank(), attributes["root_rank"])
     return [tf.where(is_root, whole, tf.zeros_like(whole)) for whole in summed]
@@ -78,9 +78,9 @@ def broadcast(ops: Any, grads: list[Any], attributes: dict[str, Any]) -> list[An
 
 def allgather(ops: Any, grads: list[Any], attributes: dict[str, Any], rows: Any) -> list[Any]:
     """Sums the gradients of all ranks; each rank takes the rows that it has sent."""
-    arguments = gradient_arguments(attributes)
+    arguments = collective_arguments_of_gradient(attributes)
     summed = ops.farandole_grouped_allreduce(
-        tensors=grads, reduce_op=gradient_reduce_op(), **arguments
+        tensors=grads, reduce_op=op_for_broadcast_gradients(), **arguments
     )
     rank = ops.farandole_rank(process_set=arguments["process_set"])
     starts, counts = tf.cumsum(rows, axis=1, exclusive=True)[:, rank], rows[:, rank]
@@ -93,19 +93,19 @@ def alltoall(ops: Any, grad: Any, attributes: dict[str, Any], received: Any) -> 
     """Sends the gradients of rows back to the ranks of the rows."""
     splits = tf.cast(received, tf.int64)
     return ops.farandole_alltoall(
-        tensor=grad, splits=splits, **gradient_arguments(attributes)
+        tensor=grad, splits=splits, **collective_arguments_of_gradient(attributes)
     ).output
 
 
 def reducescatter(ops: Any, grads: list[Any], attributes: dict[str, Any]) -> list[Any]:
     """Returns every rank's part of the gradient, by the factors."""
-    reduction, arguments = _reduction_attributes(attributes), gradient_arguments(attributes)
+    reduction, arguments = _differentiable_reduction_attributes(attributes), collective_arguments_of_gradient(attributes)
     parts = ops.farandole_grouped_allgather(tensors=grads, **arguments).outputs
     factor = double_from_bits(reduction["prescale"]) * double_from_bits(reduction["postscale"])
     if factor != 1.0:
         parts = [part * tf.cast(factor, part.dtype) for part in parts]
     averages, larger = (
-        unrounded_op(reduction["reduce_op"]) == Average,
+        op_of_engine_number(reduction["reduce_op"]) == Average,
         gradient_convention.uses_horovod_gradients(),
     )
     if averages == larger:
@@ -115,7 +115,7 @@ def reducescatter(ops: Any, grads: list[Any], attributes: dict[str, Any]) -> lis
     return [apply(part, tf.cast(size, part.dtype)) for part in parts]
 
 
-def _op_arguments(op: Any, *more: str) -> dict[str, Any]:
+def _arguments_of_forward_op(op: Any, *more: str) -> dict[str, Any]:
     """Returns the arguments of a native op."""
 
     def attribute_value(key: str) -> Any:
@@ -133,10 +133,10 @@ def _op_arguments(op: Any, *more: str) -> dict[str, Any]:
 
 def _register_gradients() -> None:
     def single_tensor_gradient(gradient: Any, *more: str) -> Any:
-        return lambda op, grad: gradient(ops, [grad], _op_arguments(op, *more))[0]
+        return lambda op, grad: gradient(ops, [grad], _arguments_of_forward_op(op, *more))[0]
 
     def grouped_gradient(gradient: Any, *more: str) -> Any:
-        return lambda op, *grads: gradient(ops, list(grads), _op_arguments(op, *more))
+        return lambda op, *grads: gradient(ops, list(grads), _arguments_of_forward_op(op, *more))
 
     gradients = {
         "Allreduce": single_tensor_gradient(allreduce, *REDUCTION_ATTRIBUTES),
@@ -144,13 +144,13 @@ def _register_gradients() -> None:
         "Broadcast": single_tensor_gradient(broadcast, "root_rank"),
         "GroupedBroadcast": grouped_gradient(broadcast, "root_rank"),
         "Allgather": lambda op, grad, _rows: allgather(
-            ops, [grad], _op_arguments(op), op.outputs[1]
+            ops, [grad], _arguments_of_forward_op(op), op.outputs[1]
         )[0],
         "GroupedAllgather": lambda op, *grads: allgather(
-            ops, list(grads[:-1]), _op_arguments(op), op.outputs[-1]
+            ops, list(grads[:-1]), _arguments_of_forward_op(op), op.outputs[-1]
         ),
         "Alltoall": lambda op, grad, _splits: [
-            alltoall(ops, grad, _op_arguments(op), op.outputs[1]),
+            alltoall(ops, grad, _arguments_of_forward_op(op), op.outputs[1]),
             None,
         ],
         "Reducescatter": single_tensor_gradient(reducescatter, *REDUCTION_ATTRIBUTES),

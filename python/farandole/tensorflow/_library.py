@@ -49,7 +49,7 @@ def _connect_native_ops() -> Any:
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     version = loaded.farandole_tensorflow_connect(
-        ctypes.c_void_p(pointer(door.door_capsule(), b"farandole.door"))
+        ctypes.c_void_p(pointer(door.engine_table_capsule(), b"farandole.door"))
     )
     if version != 0:
         raise _NativeOpsUnusableError(
@@ -93,7 +93,7 @@ def _exclude_from_autograph() -> None:
         rules.CONVERSION_RULES = (config.DoNotConvert("farandole"), *config.CONVERSION_RULES)
 
 
-def _load_ops() -> Any:
+def _load_native_or_fallback_ops() -> Any:
     try:
         return _connect_native_ops()
     except (_NativeOpsUnusableError, OSError, tf.errors.OpError, AttributeError) as error:
@@ -110,7 +110,7 @@ def _load_ops() -> Any:
 
 
 _exclude_from_autograph()
-ops: Any = _load_ops()
+ops: Any = _load_native_or_fallback_ops()
 """`farandole_allreduce`, ...: what `tf.load_op_library` makes of the native ops, or their Python
 stand-ins.
 """

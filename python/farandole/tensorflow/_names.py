@@ -24,12 +24,12 @@ def normalize_name(name: str) -> str:
     return _NON_ALPHANUMERIC_PATTERN.sub("_", name)
 
 
-def base_name(name: str, ignore_name_scope: bool) -> str:
+def strip_name_scope(name: str, ignore_name_scope: bool) -> str:
     """Returns `name`, or its part after the last `/`."""
     return name.rsplit("/", 1)[-1] if ignore_name_scope else name
 
 
-def eager_arguments(
+def eager_collective_arguments(
     operation: str, name: str | None, process_set: Any, ignore_name_scope: bool
 ) -> dict[str, Any]:
     """Like `collective_arguments`, when running eagerly.
@@ -37,7 +37,7 @@ def eager_arguments(
     The thread that runs the op drives it to completion, because the thread would wait for the op
     anyway. If TensorFlow runs eager ops asynchronously, the thread runs them one after the other.
     """
-    chosen = "" if name is None else f"{operation}.{base_name(name, ignore_name_scope)}"
+    chosen = "" if name is None else f"{operation}.{strip_name_scope(name, ignore_name_scope)}"
     return {
         "tensor_name": chosen,
         "process_set": registered_process_set_number(process_set),
@@ -75,16 +75,16 @@ def collective_arguments(
         ValueError: When the process set is not registered.
     """
     if tf.executing_eagerly():
-        return eager_arguments(operation, name, process_set, ignore_name_scope)
+        return eager_collective_arguments(operation, name, process_set, ignore_name_scope)
     number = registered_process_set_number(process_set)
     if name is None:
         ends = [tensors[0], tensors[-1]] if len(tensors) > 1 else tensors[:1]
         # A tensor made eagerly outside of the graph has none.
         labels = [getattr(tensor, "name", "captured") for tensor in ends]
-        parts = [normalize_name(base_name(label, ignore_name_scope)) for label in labels]
+        parts = [normalize_name(strip_name_scope(label, ignore_name_scope)) for label in labels]
         chosen = unique_operation_name("_".join([f"Farandole{operation}", *parts]))
     else:
-        chosen = f"Farandole{operation}_{normalize_name(base_name(name, ignore_name_scope))}"
+        chosen = f"Farandole{operation}_{normalize_name(strip_name_scope(name, ignore_name_scope))}"
     return {"tensor_name": chosen, "process_set": number}
 
 
@@ -125,7 +125,7 @@ def double_bits(factor: float) -> int:
     return struct.unpack("<q", struct.pack("<d", float(factor)))[0]
 
 
-def gradient_arguments(attributes: dict[str, Any]) -> dict[str, Any]:
+def collective_arguments_of_gradient(attributes: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments of the collective in another collective's gradient, made from that
     one's arguments.
     """

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from farandole.common.process_sets import ProcessSet, global_process_set
-from farandole.common.reduction import choose_groups
+from farandole.common.reduction import resolve_groups_argument
 from farandole.common.util import Adasum, Average
 from farandole.tensorflow.compression import Compression, Compressor
 from farandole.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
@@ -141,7 +141,7 @@ class _AdasumOptimizer(_WrappingOptimizer):
         """
         pairs = [(grad, variable) for grad, variable in grads_and_vars if grad is not None]
         variables = [variable for _, variable in pairs]
-        self._create_variables(variables)
+        self._create_counter_and_start_variables(variables)
         count = self._call_counter.assign_add(1)
         is_first, is_due = (
             tf.equal((count - 1) % self._passes_per_step, 0),
@@ -159,7 +159,7 @@ class _AdasumOptimizer(_WrappingOptimizer):
             )
         return tf.group(merged, name=name or self._name)
 
-    def _create_variables(self, variables: list[Any]) -> None:
+    def _create_counter_and_start_variables(self, variables: list[Any]) -> None:
         if self._call_counter is not None:
             return
         make: Any = (
@@ -241,7 +241,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         raise ValueError(f"backward_passes_per_step must be positive: {backward_passes_per_step}")
     if op == Adasum and average_aggregated_gradients:
         raise ValueError("average_aggregated_gradients cannot be combined with op=Adasum")
-    groups = choose_groups(groups, num_groups)
+    groups = resolve_groups_argument(groups, num_groups)
     if isinstance(optimizer, _Base):
         reducer = GradientReducer(
             device_dense,

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from farandole.common.process_sets import ProcessSet, global_process_set
-from farandole.common.reduction import choose_groups
+from farandole.common.reduction import resolve_groups_argument
 from farandole.common.util import Average
 from farandole.tensorflow.compression import Compression, Compressor
 from farandole.tensorflow.reducer import GradientReducer
@@ -131,7 +131,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
         sparse_as_dense,
         op,
         gradient_predivide_factor,
-        choose_groups(groups, num_groups),
+        resolve_groups_argument(groups, num_groups),
         process_set,
         scale_local_gradients,
         name=name,

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import farandole.numpy as arrays
 from farandole.common.process_sets import ProcessSet, global_process_set
-from farandole.tensorflow.mpi_ops import broadcast_assignments
+from farandole.tensorflow.mpi_ops import broadcast_assign_ops
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ def broadcast_variables(
         In a graph of `tf.compat.v1`, the op to run; elsewhere nothing.
     """
     del inplace
-    done = tf.group(*broadcast_assignments(list(variables), root_rank, None, process_set))
+    done = tf.group(*broadcast_assign_ops(list(variables), root_rank, None, process_set))
     return None if tf.compat.v1.executing_eagerly_outside_functions() else done
 
 

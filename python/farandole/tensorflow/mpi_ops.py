@@ -57,10 +57,10 @@ from farandole.common.util import Adasum, Average, Max, Min, Product, Sum, num_r
 from farandole.tensorflow import _eager, _library, splitting, xla
 from farandole.tensorflow._library import ops
 from farandole.tensorflow._names import (
-    base_name,
+    strip_name_scope,
     collective_arguments,
     double_bits,
-    eager_arguments,
+    eager_collective_arguments,
     registered_process_set_number,
 )
 from farandole.tensorflow.util import (
@@ -139,10 +139,10 @@ def as_tensor(value: Any) -> Any:
     """
     if type(value) is _eager.eager_tensor or isinstance(value, tf.Tensor):
         return value
-    return tf.convert_to_tensor(native_variable(value))
+    return tf.convert_to_tensor(unwrap_keras_variable(value))
 
 
-def native_variable(value: Any) -> Any:
+def unwrap_keras_variable(value: Any) -> Any:
     """Returns TensorFlow's variable under a Keras variable; any other value unchanged."""
     inner = getattr(value, "value", None)
     return inner if isinstance(inner, tf.Variable) else value
@@ -154,8 +154,8 @@ def ops_for_context() -> Any:
 
     Where XLA cannot hold them, the function is split around them, if that can be.
     """
-    if not xla.is_tracing() or (
-        xla.unsupported_reason() is not None and splitting.split_traced_function()
+    if not xla.is_tracing_for_xla() or (
+        xla.xla_unsupported_reason() is not None and splitting.split_traced_function()
     ):
         return ops
     return xla
@@ -212,7 +212,7 @@ def _pass_through_identity(used_ops: Any, results: Any) -> list[Any]:
     return list(tf.identity_n(results))
 
 
-def reduce_eagerly(
+def allreduce_eager_tensor(
     tensor: Any,
     op: int,
     prescale_factor: float,
@@ -225,7 +225,7 @@ def reduce_eagerly(
     if ops is _fast_path_ops and prescale_factor == postscale_factor == 1.0:
         fast_attributes: tuple[Any, ...] = ("attended", True, "reduce_op", op)
         if name is not None:
-            fast_attributes += ("tensor_name", f"Allreduce.{base_name(name, ignore_name_scope)}")
+            fast_attributes += ("tensor_name", f"Allreduce.{strip_name_scope(name, ignore_name_scope)}")
         if process_set is not global_process_set:
             fast_attributes += ("process_set", registered_process_set_number(process_set))
         reduced = _eager.run_fast_path("FarandoleAllreduce", tensor, fast_attributes)
@@ -236,7 +236,7 @@ def reduce_eagerly(
         reduce_op=op,
         prescale=double_bits(prescale_factor),
         postscale=double_bits(postscale_factor),
-        **eager_arguments("Allreduce", name, process_set, ignore_name_scope),
+        **eager_collective_arguments("Allreduce", name, process_set, ignore_name_scope),
     )
 
 
@@ -350,29 +350,29 @@ def broadcast_(
         assignment first.
     """
     variables = list(variables)
-    assignments = broadcast_assignments(variables, root_rank, name, process_set)
+    assignments = broadcast_assign_ops(variables, root_rank, name, process_set)
     if tf.compat.v1.executing_eagerly_outside_functions():
         return variables
     results = []
     for variable, assignment in zip(variables, assignments, strict=True):
         with tf.control_dependencies([assignment]):
-            results.append(_read_again(native_variable(variable)))
+            results.append(_read_after_dependencies(unwrap_keras_variable(variable)))
     return results
 
 
-def _read_again(variable: Any) -> Any:
+def _read_after_dependencies(variable: Any) -> Any:
     """Returns the value of a variable of a graph, after the control dependencies in force."""
     return variable.read_value() if isinstance(variable, tf.Variable) else tf.identity(variable)
 
 
-def broadcast_assignments(
+def broadcast_assign_ops(
     variables: Sequence[Any],
     root_rank: int,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """Like `broadcast_`, but returns the operations that assign; in eager mode, `None` for each."""
-    targets = [native_variable(variable) for variable in variables]
+    targets = [unwrap_keras_variable(variable) for variable in variables]
     if not targets:
         return []
     tensors = [tf.convert_to_tensor(target) for target in targets]

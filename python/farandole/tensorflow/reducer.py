@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from farandole.common.process_sets import ProcessSet, global_process_set
-from farandole.common.reduction import check_groups, partition_gradients, predivide_factors
+from farandole.common.reduction import groups_by_variable_key, partition_gradients, predivide_factors
 from farandole.common.util import Average, Min, Sum
 from farandole.tensorflow._collectives import check_adasum, grouped_allreduce
 from farandole.tensorflow._names import unique_operation_name
 from farandole.tensorflow.compression import Compression, Compressor
-from farandole.tensorflow.mpi_ops import grouped_reduce, native_variable, size_op
+from farandole.tensorflow.mpi_ops import grouped_reduce, unwrap_keras_variable, size_op
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,7 @@ def variable_key(variable: Any) -> Any:
     """Returns a variable's identity, which is the same for a Keras variable and the TensorFlow
     variable in it.
     """
-    inner = native_variable(variable)
+    inner = unwrap_keras_variable(variable)
     return inner.ref() if hasattr(inner, "ref") else id(inner)
 
 
@@ -71,7 +71,7 @@ class GradientReducer:
         self.sparse_as_dense = sparse_as_dense
         self.op = op
         self.factors = predivide_factors(gradient_predivide_factor, op)
-        self.groups = check_groups(groups, variable_key)
+        self.groups = groups_by_variable_key(groups, variable_key)
         self.process_set = process_set
         self.scale_local_gradients = scale_local_gradients
         self.local: set[Any] = set()

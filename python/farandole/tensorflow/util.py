@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from farandole.common.util import choose_op, num_rank_is_power_2, split_list
+from farandole.common.util import resolve_op_argument, num_rank_is_power_2, split_list
 
 __all__ = [
     "check_num_rank_power_of_2",
@@ -46,7 +46,7 @@ def handle_average_backwards_compatibility(op: int | None, average: bool | None)
     Raises:
         ValueError: When both are given.
     """
-    return choose_op(op, average)
+    return resolve_op_argument(op, average)
 
 
 def vars_to_refs(vars: Any) -> Any:  # noqa: A002 - Horovod's argument name

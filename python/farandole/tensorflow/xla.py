@@ -133,14 +133,14 @@ def _trace_compiled_separately() -> None:
 _trace_compiled_separately()
 
 
-def is_tracing() -> bool:
+def is_tracing_for_xla() -> bool:
     """Returns whether the function that is being traced is one that XLA will compile."""
     if tf.executing_eagerly():
         return False
     return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
 
-def _missing_requirement() -> str | None:
+def _missing_xla_requirement() -> str | None:
     """Returns the missing requirement."""
     if not read_setting(variables.ENABLE_XLA_OPS):
         return f"{variables.ENABLE_XLA_OPS} is off"
@@ -154,11 +154,11 @@ def _missing_requirement() -> str | None:
 
 
 @functools.cache
-def unsupported_reason() -> str | None:
+def xla_unsupported_reason() -> str | None:
     """Returns the reason why compiled functions cannot hold collectives; `None` if they can.
     Tries it once.
     """
-    missing = _missing_requirement()
+    missing = _missing_xla_requirement()
     if missing is not None or _library.library is None:
         return missing
     reason = _library.library.farandole_tensorflow_register_xla()
@@ -166,7 +166,7 @@ def unsupported_reason() -> str | None:
         return reason.decode()
 
     def call_probe(number: Any) -> Any:
-        return _custom_call(
+        return _ordered_custom_call(
             _encode_call_config(PROBE_CALL), [number], [tf.TensorSpec([], tf.int32)]
         )[0]
 
@@ -184,7 +184,7 @@ def require_xla_support() -> None:
     Raises:
         NotImplementedError: With the reason.
     """
-    reason = unsupported_reason()
+    reason = xla_unsupported_reason()
     if reason is not None:
         raise NotImplementedError(
             f"collectives cannot be in a function with jit_compile=True here, for {reason}; "
@@ -205,7 +205,7 @@ def _encode_call_config(
     return f"{kind},{op},{factors[0]},{factors[1]},{root},{process_set},{ranks},{name}"
 
 
-def _preceding_tokens(graph: Any) -> list[Any]:
+def _tokens_to_wait_for(graph: Any) -> list[Any]:
     """Returns the operation for which a call in this graph must wait."""
     token, seen = getattr(graph, _LAST_CALL_ATTRIBUTE, (None, 0))
     before = [] if token is None else [token]
@@ -224,7 +224,7 @@ def _preceding_tokens(graph: Any) -> list[Any]:
             )
     # A branch or a loop runs where it stands; a function may also be called from elsewhere.
     if not before and isinstance(graph, _BRANCH_GRAPH_TYPES):
-        return _preceding_tokens(graph.outer_graph)
+        return _tokens_to_wait_for(graph.outer_graph)
     return before
 
 
@@ -236,12 +236,12 @@ def _element_count(tensor: Any) -> int:
     return tensor.shape.num_elements() or sys.maxsize
 
 
-def _custom_call(text: str, tensors: Sequence[Any], results: Sequence[tf.TensorSpec]) -> list[Any]:
+def _ordered_custom_call(text: str, tensors: Sequence[Any], results: Sequence[tf.TensorSpec]) -> list[Any]:
     """Returns the results of a custom call that runs after the graph's earlier calls."""
     graph: Any = tf.compat.v1.get_default_graph()
     calls: Any = gen_xla_ops
     *values, token = calls.xla_custom_call_v2(
-        operands=[*tensors, *(_preceding_tokens(graph) or [tf.constant(0)])],
+        operands=[*tensors, *(_tokens_to_wait_for(graph) or [tf.constant(0)])],
         call_target_name=CUSTOM_CALL_TARGET,
         backend_config=text,
         has_side_effect=True,
@@ -285,7 +285,7 @@ def _add_collective(
 
     @tf.custom_gradient
     def run_on_tensors(*values: Any) -> tuple[list[Any], Any]:
-        return _custom_call(";".join([head, *parts]), values, results), gradient
+        return _ordered_custom_call(";".join([head, *parts]), values, results), gradient
 
     reduced = run_on_tensors(*tensors)
     return list(reduced) if isinstance(reduced, list | tuple) else [reduced]
@@ -301,7 +301,7 @@ def _unchanged_shape(shape: tf.TensorShape) -> tf.TensorShape:
 
 def _query_process_set_fact(question: int, process_set: int) -> Any:
     require_xla_support()
-    return _custom_call(
+    return _ordered_custom_call(
         _encode_call_config(question, process_set), [], [tf.TensorSpec([], tf.int32)]
     )[0]
 
@@ -376,7 +376,7 @@ def farandole_grouped_allgather(
             grads,
             unique_operation_name(f"{tensor_name}_grad"),
             process_set,
-            _gradients.gradient_reduce_op(),
+            _gradients.op_for_broadcast_gradients(),
         )
         # Evaluated when it runs: in the next world of an elastic job the rank may be another one.
         rank = farandole_rank(process_set)

@@ -13,10 +13,10 @@ from farandole.common import gradient_convention
 from farandole.common.handles import process_set_number
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.torch._alltoall import alltoall_with_splits
-from farandole.torch._device import device_location, device_locations
+from farandole.torch._device import gpu_and_stream_of, gpus_and_streams_of
 from farandole.torch._handles import (
     MOVABLE_DTYPES,
-    adopt_rows,
+    wrap_collected_rows,
     describe_tensor,
     require_dimension,
     synchronize,
@@ -32,13 +32,13 @@ GatheredRows = tuple[torch.Tensor, list[int]]
 """A tensor of all ranks' rows, and the number of rows of every rank."""
 
 
-def _adopt_gathered(gathered: Any, source: torch.Tensor, tensor: torch.Tensor) -> GatheredRows:
-    return adopt_rows(
+def _wrap_gathered_rows(gathered: Any, source: torch.Tensor, tensor: torch.Tensor) -> GatheredRows:
+    return wrap_collected_rows(
         gathered, source, tensor.device
     ), gathered.rows if gathered is not None else []
 
 
-def _gathered_tensor(rows: GatheredRows) -> torch.Tensor:
+def _rows_without_counts(rows: GatheredRows) -> torch.Tensor:
     return rows[0]
 
 
@@ -56,7 +56,7 @@ def _start_allgather(
     described = describe_tensor(table.operation_name("allgather", name, process_set), source)
 
     def finish_allgather(outcomes: list[Any]) -> Any:
-        return result(_adopt_gathered(outcomes[0], source, tensor))
+        return result(_wrap_gathered_rows(outcomes[0], source, tensor))
 
     return table.submit_operation(
         source,
@@ -65,7 +65,7 @@ def _start_allgather(
         *described,
         number,
         caller_waits,
-        device_location(source),
+        gpu_and_stream_of(source),
     )
 
 
@@ -80,13 +80,13 @@ def _start_grouped_allgather(
         require_dimension("allgather", tensor)
     number = process_set_number(process_set)
     sources = [to_engine_tensor(tensor, MOVABLE_DTYPES) for tensor in tensors]
-    names = table.group_names("grouped_allgather", name, len(tensors), process_set)
+    names = table.group_member_names("grouped_allgather", name, len(tensors), process_set)
     members = [
         describe_tensor(member, source) for member, source in zip(names, sources, strict=True)
     ]
 
     def finish_grouped_allgather(outcomes: list[Any]) -> list[Any]:
-        return [result(rows) for rows in map(_adopt_gathered, outcomes, sources, tensors)]
+        return [result(rows) for rows in map(_wrap_gathered_rows, outcomes, sources, tensors)]
 
     return table.submit_operation(
         sources,
@@ -94,11 +94,11 @@ def _start_grouped_allgather(
         engine.grouped_allgather,
         members,
         number,
-        device_locations(sources),
+        gpus_and_streams_of(sources),
     )
 
 
-def gather_rows(
+def allgather_rows_and_counts(
     tensor: torch.Tensor, name: str | None, process_set: ProcessSet = global_process_set
 ) -> GatheredRows:
     """Like `allgather`, without a gradient; returns also the number of rows every rank gave."""
@@ -124,7 +124,7 @@ def allgather_async(
         ValueError: When an argument is wrong, or an operation with this name is in progress.
         FarandoleInternalError: When the world is broken already.
     """
-    return _start_allgather(tensor, name, process_set, _gathered_tensor, caller_waits=False)
+    return _start_allgather(tensor, name, process_set, _rows_without_counts, caller_waits=False)
 
 
 def grouped_allgather_async(
@@ -138,7 +138,7 @@ def grouped_allgather_async(
     Takes the arguments and raises the errors of `allgather_async`. The first member is named
     `<name>`, member `i` of `n` after it `<name>_<i>of<n>`.
     """
-    return _start_grouped_allgather(tensors, name, process_set, _gathered_tensor)
+    return _start_grouped_allgather(tensors, name, process_set, _rows_without_counts)
 
 
 class _AllgatherFunction(torch.autograd.Function):
@@ -153,7 +153,7 @@ class _AllgatherFunction(torch.autograd.Function):
         if grouped:
             results = synchronize(_start_grouped_allgather(tensors, name, process_set, tuple))
         else:
-            results = [gather_rows(tensors[0], name, process_set)]
+            results = [allgather_rows_and_counts(tensors[0], name, process_set)]
         ctx.rows = [rows for _, rows in results]
         return tuple(whole for whole, _ in results)
 
@@ -199,7 +199,7 @@ def allgather(
     """
     if wants_grad(tensor):
         return _AllgatherFunction.apply(False, name, process_set, tensor)[0]
-    return gather_rows(tensor, name, process_set)[0]
+    return allgather_rows_and_counts(tensor, name, process_set)[0]
 
 
 def grouped_allgather(

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from farandole.common.process_sets import ProcessSet, global_process_set
-from farandole.common.util import allows_rounded_sums, choose_op
+from farandole.common.util import allows_rounded_sums, resolve_op_argument
 from farandole.torch._handles import synchronize
 from farandole.torch._reduce import (
     TensorReduction,
@@ -54,7 +54,7 @@ def allreduce_async(
         FarandoleInternalError: When the world is broken already.
     """
     reduction = TensorReduction(
-        choose_op(op, average), prescale_factor, postscale_factor, process_set
+        resolve_op_argument(op, average), prescale_factor, postscale_factor, process_set
     )
     return start_allreduce(tensor, name, reduction, in_place=False, caller_waits=False)
 
@@ -72,7 +72,7 @@ def allreduce_async_(
     `allreduce_async`.
     """
     reduction = TensorReduction(
-        choose_op(op, average), prescale_factor, postscale_factor, process_set
+        resolve_op_argument(op, average), prescale_factor, postscale_factor, process_set
     )
     return start_allreduce(tensor, name, reduction, in_place=True, caller_waits=False)
 
@@ -113,7 +113,7 @@ def allreduce(
     """
     rounds = allows_rounded_sums(compression)
     reduction = TensorReduction(
-        choose_op(op, average), prescale_factor, postscale_factor, process_set, rounds
+        resolve_op_argument(op, average), prescale_factor, postscale_factor, process_set, rounds
     )
     compressed, ctx = compression.compress(tensor)
     reduced = reduce_tensor(compressed, name, reduction, is_private(compression, ctx))
@@ -133,7 +133,7 @@ def allreduce_(
     gradient.
     """
     reduction = TensorReduction(
-        choose_op(op, average), prescale_factor, postscale_factor, process_set
+        resolve_op_argument(op, average), prescale_factor, postscale_factor, process_set
     )
     return synchronize(start_allreduce(tensor, name, reduction, in_place=True, caller_waits=True))
 
@@ -155,7 +155,7 @@ def grouped_allreduce_async(
     `<name>_<i>of<n>`.
     """
     reduction = TensorReduction(
-        choose_op(op, average), prescale_factor, postscale_factor, process_set
+        resolve_op_argument(op, average), prescale_factor, postscale_factor, process_set
     )
     return start_grouped_allreduce(tensors, name, reduction, in_place=False)
 
@@ -173,7 +173,7 @@ def grouped_allreduce_async_(
     `grouped_allreduce_async`.
     """
     reduction = TensorReduction(
-        choose_op(op, average), prescale_factor, postscale_factor, process_set
+        resolve_op_argument(op, average), prescale_factor, postscale_factor, process_set
     )
     return start_grouped_allreduce(tensors, name, reduction, in_place=True)
 
@@ -193,7 +193,7 @@ def grouped_allreduce(
     """
     rounds = allows_rounded_sums(compression)
     reduction = TensorReduction(
-        choose_op(op, average), prescale_factor, postscale_factor, process_set, rounds
+        resolve_op_argument(op, average), prescale_factor, postscale_factor, process_set, rounds
     )
     pairs = [compression.compress(tensor) for tensor in tensors]
     are_private = all(is_private(compression, ctx) for _, ctx in pairs)

@@ -12,10 +12,10 @@ from farandole._native import engine
 from farandole.common.exceptions import FarandoleUsageError
 from farandole.common.handles import member_ranks, process_set_number
 from farandole.common.process_sets import ProcessSet, global_process_set
-from farandole.torch._device import device_location
+from farandole.torch._device import gpu_and_stream_of
 from farandole.torch._handles import (
     MOVABLE_DTYPES,
-    adopt_rows,
+    wrap_collected_rows,
     describe_tensor,
     require_dimension,
     synchronize,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     Splits = Sequence[int] | torch.Tensor | None
 
 
-def _row_counts(tensor: torch.Tensor, splits: Splits, process_set: ProcessSet) -> list[int]:
+def _rows_for_each_member(tensor: torch.Tensor, splits: Splits, process_set: ProcessSet) -> list[int]:
     """Returns the number of rows for each member.
 
     Raises:
@@ -74,7 +74,7 @@ def _start_alltoall(
     process_set: ProcessSet,
     caller_waits: bool,
 ) -> int:
-    counts = _row_counts(tensor, splits, process_set)
+    counts = _rows_for_each_member(tensor, splits, process_set)
     number = process_set_number(process_set)
     source = to_engine_tensor(tensor, MOVABLE_DTYPES)
     described = describe_tensor(table.operation_name("alltoall", name, process_set), source)
@@ -82,7 +82,7 @@ def _start_alltoall(
     def finish_alltoall(outcomes: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
         (received,) = outcomes
         rows = received.rows if received is not None else []
-        return adopt_rows(received, source, tensor.device), torch.tensor(rows, dtype=torch.int32)
+        return wrap_collected_rows(received, source, tensor.device), torch.tensor(rows, dtype=torch.int32)
 
     return table.submit_operation(
         source,
@@ -92,7 +92,7 @@ def _start_alltoall(
         counts,
         number,
         caller_waits,
-        device_location(source),
+        gpu_and_stream_of(source),
     )
 
 

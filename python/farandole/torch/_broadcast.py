@@ -15,7 +15,7 @@ from farandole.common.handles import member_ranks, process_set_number
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.util import Average, Sum
 from farandole.torch import _memory
-from farandole.torch._device import device_location
+from farandole.torch._device import gpu_and_stream_of
 from farandole.torch._handles import (
     MOVABLE_DTYPES,
     copy_back,
@@ -59,7 +59,7 @@ def _start_broadcast(
         root_rank,
         number,
         caller_waits,
-        device_location(source),
+        gpu_and_stream_of(source),
     )
     if in_place:
         return table.submit_operation(source, lambda _: copy_back(tensor, source), *submission)

@@ -10,7 +10,7 @@ import torch
 
 from farandole._native import engine
 from farandole.common.util import Average, Sum
-from farandole.torch._device import device_location, device_locations, is_usable_in_place
+from farandole.torch._device import gpu_and_stream_of, gpus_and_streams_of, is_usable_in_place
 from farandole.torch._handles import ENGINE_DTYPES, describe_tensor, table, to_engine_tensor
 from farandole.torch._sparse import sparse_allreduce_async
 from farandole.torch.compress._base import Compressor as StatefulCompressor
@@ -124,7 +124,7 @@ class GradientBucket:
         self.started, self._handle, self._finish = False, None, None
         self._in_place_gradients, self._staged_gradients, self._sparse = [], [], []
 
-    def adopt_gradient(self, slot: GradientSlot) -> None:
+    def take_gradient(self, slot: GradientSlot) -> None:
         """Takes a gradient from autograd, unchanged."""
 
     def start_reduction(self) -> None:
@@ -155,7 +155,7 @@ class GradientBucket:
                 and not grad.is_neg()
                 and not grad.is_conj()
             ):
-                target = self._target_memory(slot, grad)
+                target = self._result_memory(slot, grad)
                 members.append(
                     (slot.operation, slot.number, slot.shape, grad.data_ptr(), target.data_ptr())
                 )
@@ -171,7 +171,7 @@ class GradientBucket:
                     )
                     sources.append(flight.wire)
         if self._stateful is not None and self._staged_gradients:
-            self._start_compressed(
+            self._start_compressed_reduction(
                 self._stateful,
                 [(flight.slot.name, flight.wire) for flight in self._staged_gradients],
             )
@@ -187,14 +187,14 @@ class GradientBucket:
                 *members[0],
                 *arguments,
                 False,
-                device_location(sources[0]),
+                gpu_and_stream_of(sources[0]),
             )
         else:
             self._handle = table.submit_operation(
-                keep, len, engine.grouped_allreduce, members, *arguments, device_locations(sources)
+                keep, len, engine.grouped_allreduce, members, *arguments, gpus_and_streams_of(sources)
             )
 
-    def _target_memory(self, slot: GradientSlot, grad: torch.Tensor) -> torch.Tensor:
+    def _result_memory(self, slot: GradientSlot, grad: torch.Tensor) -> torch.Tensor:
         """Returns the memory that receives the reduced gradient: the gradient's own."""
         del slot
         return grad
@@ -203,7 +203,7 @@ class GradientBucket:
         """Converts a gradient to a tensor for the engine; a sparse gradient is gathered instead."""
         if grad.layout != torch.strided:
             if not self.options.sparse_as_dense:
-                self._start_sparse(slot, grad)
+                self._start_sparse_reduction(slot, grad)
                 return None
             grad = grad.to_dense()
         if self._stateful is not None:
@@ -211,7 +211,7 @@ class GradientBucket:
         wire, ctx = self._cast.compress(grad.detach())
         return _StagedGradient(slot, grad, to_engine_tensor(wire), ctx)
 
-    def _start_compressed(
+    def _start_compressed_reduction(
         self, compressor: StatefulCompressor, gradients: list[tuple[str, torch.Tensor]]
     ) -> None:
         """Starts a reduction in the compressor's own form."""
@@ -219,7 +219,7 @@ class GradientBucket:
         exchange = EngineExchange(gradients[0][0], reduction.process_set)
         self._finish = compressor.start(gradients, exchange, reduction.op == Average)
 
-    def _start_sparse(self, slot: GradientSlot, grad: torch.Tensor) -> None:
+    def _start_sparse_reduction(self, slot: GradientSlot, grad: torch.Tensor) -> None:
         reduction = self.options.reduction
         if reduction.op not in (Average, Sum):
             raise ValueError(
@@ -279,7 +279,7 @@ def _zero_gradient(slot: GradientSlot) -> torch.Tensor:
     return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
 
 
-class ViewBucket(GradientBucket):
+class GradientViewBucket(GradientBucket):
     """Parameters whose gradients are views of one memory, which is reduced in place.
 
     If `zero_grad` has dropped a view, autograd stores the gradient elsewhere. The gradient is then
@@ -317,14 +317,14 @@ class ViewBucket(GradientBucket):
         self._ctx: Any = None
         for slot in slots:
             if slot.parameter.grad is not None:
-                self.adopt_gradient(slot)
+                self.take_gradient(slot)
 
     def reset_counts(self, passes: int) -> None:
         """Resets the counts and forgets the started reduction."""
         super().reset_counts(passes)
         self._wire = None
 
-    def adopt_gradient(self, slot: GradientSlot) -> None:
+    def take_gradient(self, slot: GradientSlot) -> None:
         """Makes the gradient a view of the bucket's memory, if it is none.
 
         Raises:
@@ -341,18 +341,18 @@ class ViewBucket(GradientBucket):
                 "gradient_as_bucket_view needs dense gradients, or sparse_as_dense=True: "
                 f"{slot.name}"
             )
-        elif self._mapped is not None and self._bypasses_caches(slot, grad, view):
+        elif self._mapped is not None and self._copies_past_caches(slot, grad, view):
             self._mapped.copy_into(self._offsets[slot], grad.data_ptr(), view.nbytes)
         else:
             view.copy_(grad.detach() if grad.layout == torch.strided else grad.detach().to_dense())
         slot.parameter.grad = view
 
-    def _bypasses_caches(self, slot: GradientSlot, grad: torch.Tensor, view: torch.Tensor) -> bool:
+    def _copies_past_caches(self, slot: GradientSlot, grad: torch.Tensor, view: torch.Tensor) -> bool:
         """Returns whether a gradient is copied past the caches, by one thread: not if torch copies
         with several threads.
         """
         alone = slot in self._offsets and torch.get_num_threads() == 1
-        return alone and _is_byte_copyable(grad, view) and not self._contains_gradient(grad)
+        return alone and _has_same_host_layout(grad, view) and not self._contains_gradient(grad)
 
     def _contains_gradient(self, grad: torch.Tensor) -> bool:
         """Returns whether the gradient is already in the bucket's memory, in its own place or in
@@ -369,11 +369,11 @@ class ViewBucket(GradientBucket):
         self.started = True
         live = [slot for slot in self.slots if slot.parameter.requires_grad]
         for slot in live:
-            self.adopt_gradient(slot)
+            self.take_gradient(slot)
         if not live:
             return
         if self._stateful is not None:
-            self._start_compressed(
+            self._start_compressed_reduction(
                 self._stateful, [(slot.name, self._views[slot]) for slot in self.slots]
             )
             return
@@ -385,7 +385,7 @@ class ViewBucket(GradientBucket):
             self._wire.data_ptr(),
             *self.options.reduction.engine_arguments,
             False,
-            device_location(self._wire),
+            gpu_and_stream_of(self._wire),
         )
         self._handle = table.submit_operation(self._wire, len, engine.allreduce, *arguments)
 
@@ -411,7 +411,7 @@ class ViewBucket(GradientBucket):
                 slot.parameter.grad = self._views[slot]
 
 
-def _is_byte_copyable(grad: torch.Tensor, like: torch.Tensor) -> bool:
+def _has_same_host_layout(grad: torch.Tensor, like: torch.Tensor) -> bool:
     """Returns whether `like`, of the same shape on the host, can be filled by copying the
     gradient's bytes.
     """
@@ -434,11 +434,11 @@ def _allocate_bucket_memory(
     the host can use, which is returned as well.
     """
     if like.device.type != "cpu":
-        location = device_location(like) if is_usable_in_place(like) else None
+        location = gpu_and_stream_of(like) if is_usable_in_place(like) else None
         given = (
             None
             if location is None
-            else engine.device_memory(*location, count * like.element_size())
+            else engine.allocate_registered_memory(*location, count * like.element_size())
         )
         if given is None:
             return torch.zeros(count, dtype=like.dtype, device=like.device), None

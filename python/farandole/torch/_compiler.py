@@ -5,7 +5,7 @@
 import importlib
 
 
-def load_compiler() -> None:
+def import_torch_compiler() -> None:
     """Imports the compiler now, which takes a second on an idle core and several on busy ones.
 
     Scripts construct an optimizer after `init`. If a new rank of an elastic job imported the

@@ -32,7 +32,7 @@ def current_stream_handle(ordinal: int) -> int:
     return torch.cuda.current_stream(ordinal).cuda_stream
 
 
-def ordinal_of(tensor: torch.Tensor) -> int | None:
+def gpu_ordinal_of(tensor: torch.Tensor) -> int | None:
     """Returns the number of the GPU that a tensor is on; `None` for host memory."""
     return None if tensor.is_cpu else tensor.get_device()
 
@@ -44,15 +44,15 @@ def is_in_cuda_graph_capture(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def device_location(tensor: torch.Tensor) -> DeviceLocation:
+def gpu_and_stream_of(tensor: torch.Tensor) -> DeviceLocation:
     """Returns the location of a tensor that `is_usable_in_place`."""
-    ordinal = ordinal_of(tensor)
+    ordinal = gpu_ordinal_of(tensor)
     return None if ordinal is None else (ordinal, current_stream_handle(ordinal))
 
 
-def device_locations(tensors: Sequence[torch.Tensor]) -> list[DeviceLocation] | None:
+def gpus_and_streams_of(tensors: Sequence[torch.Tensor]) -> list[DeviceLocation] | None:
     """Returns the locations of several tensors; `None` if all are in host memory."""
-    ordinals = [ordinal_of(tensor) for tensor in tensors]
+    ordinals = [gpu_ordinal_of(tensor) for tensor in tensors]
     streams = {
         ordinal: current_stream_handle(ordinal) for ordinal in set(ordinals) if ordinal is not None
     }
@@ -61,7 +61,7 @@ def device_locations(tensors: Sequence[torch.Tensor]) -> list[DeviceLocation] | 
     return [None if ordinal is None else (ordinal, streams[ordinal]) for ordinal in ordinals]
 
 
-def record_stream_use(keep: object, made: tuple[int, int] | list[DeviceLocation]) -> None:
+def keep_memory_for_streams(keep: object, made: tuple[int, int] | list[DeviceLocation]) -> None:
     """Prevents reuse of an operation's memory until the current streams have finished with it.
 
     As soon as the last reference is gone, torch reuses memory on the stream that allocated it.
@@ -78,7 +78,7 @@ def record_stream_use(keep: object, made: tuple[int, int] | list[DeviceLocation]
 
 def _record_tensors(keep: object, ordinal: int, stream: torch.cuda.Stream) -> None:
     if isinstance(keep, torch.Tensor):
-        if ordinal_of(keep) == ordinal:
+        if gpu_ordinal_of(keep) == ordinal:
             keep.record_stream(stream)
     elif isinstance(keep, (list, tuple)):
         for part in keep:
@@ -96,11 +96,11 @@ def is_usable_in_place(tensor: torch.Tensor) -> bool:
     ordinal = tensor.get_device()
     opened = _usable_by_ordinal.get(ordinal)
     if opened is None:
-        opened = _usable_by_ordinal[ordinal] = _open_device(ordinal)
+        opened = _usable_by_ordinal[ordinal] = _enable_gpu_for_engine(ordinal)
     return opened
 
 
-def _open_device(ordinal: int) -> bool:
+def _enable_gpu_for_engine(ordinal: int) -> bool:
     """Lets the engine use a GPU; returns false if torch copies tensors to the host instead."""
     if torch.version.hip is not None:
         return False

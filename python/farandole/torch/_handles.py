@@ -78,20 +78,20 @@ class _TorchHandleTable(HandleTable):
         spots = self._locations.get(handle)
         if spots is None:
             return super().synchronize(handle, timeout)
-        _device.record_stream_use(self._entries[handle][1], spots)
+        _device.keep_memory_for_streams(self._entries[handle][1], spots)
         try:
             return super().synchronize(handle, timeout)
         finally:
             if handle not in self._entries:
                 self._locations.pop(handle, None)
 
-    def wait_for_device(self, reached: engine.PendingDeviceResult) -> Outcome:
+    def wait_for_gpu_result(self, reached: engine.PendingDeviceResult) -> Outcome:
         """Lets the current stream wait for a result, and not the host.
 
         Args:
             reached: The result that the engine returned.
         """
-        reached.hold_stream(_device.current_stream_handle(reached.ordinal))
+        reached.make_gpu_stream_wait(_device.current_stream_handle(reached.ordinal))
         return reached.outcome
 
 
@@ -131,13 +131,13 @@ def to_engine_tensor(
         raise ValueError(f"dtype is not supported: {tensor.dtype}{also}")
     if tensor.layout != torch.strided:
         raise ValueError(f"tensor must be dense: {tensor.layout}")
-    if not needs_copy(tensor):
+    if not needs_engine_copy(tensor):
         return tensor
     plain = tensor.detach().resolve_conj()
     return (plain if _device.is_usable_in_place(plain) else plain.cpu()).contiguous().resolve_neg()
 
 
-def needs_copy(tensor: torch.Tensor) -> bool:
+def needs_engine_copy(tensor: torch.Tensor) -> bool:
     """Returns whether the engine cannot work on the tensor's own memory."""
     usable_there = tensor.is_cpu or _device.is_usable_in_place(tensor)
     return not usable_there or not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj()
@@ -173,7 +173,7 @@ def copy_back(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     return target
 
 
-def adopt_rows(
+def wrap_collected_rows(
     gathered: engine.GatheredTensor | int | None, like: torch.Tensor, device: torch.device
 ) -> torch.Tensor:
     """Returns the rows an operation has collected, as a tensor that holds the engine's memory: no
@@ -193,7 +193,7 @@ def adopt_rows(
         return torch.empty(shape, dtype=like.dtype, device=device)
     if (ordinal := gathered.ordinal) is not None:
         result = torch.empty(shape, dtype=like.dtype, device=device)
-        gathered.fetch_into(result.data_ptr(), _device.current_stream_handle(ordinal))
+        gathered.queue_copy_and_free(result.data_ptr(), _device.current_stream_handle(ordinal))
         return result
     return torch.frombuffer(gathered, dtype=like.dtype).view(shape).to(device)
 

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def empty_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def uninitialized_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Returns a tensor of arbitrary content."""
-    return _prepare_pages(torch.empty(shape, dtype=dtype, device=device))
+    return _prepare_large_memory(torch.empty(shape, dtype=dtype, device=device))
 
 
 def empty_like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Returns a tensor of arbitrary content, with the shape, order and device of another."""
-    return _prepare_pages(torch.empty_like(tensor, dtype=dtype))
+    return _prepare_large_memory(torch.empty_like(tensor, dtype=dtype))
 
 
 def cast_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -48,9 +48,9 @@ def _is_large(tensor: torch.Tensor) -> bool:
     )
 
 
-def _prepare_pages(tensor: torch.Tensor) -> torch.Tensor:
+def _prepare_large_memory(tensor: torch.Tensor) -> torch.Tensor:
     if _is_large(tensor):
         # A tensor that a function transformation wraps has no memory either.
         with suppress(RuntimeError):
-            engine.prepare_memory(tensor.data_ptr(), tensor.nbytes)
+            engine.advise_large_pages(tensor.data_ptr(), tensor.nbytes)
     return tensor

@@ -64,7 +64,7 @@ def name_parameters(
     return {parameter: given[parameter] for parameter in parameters}
 
 
-def batch_parameters(
+def batch_neighbouring_parameters(
     parameters: Sequence[torch.Tensor], limit: int, min_bytes: int | None = None
 ) -> list[list[torch.Tensor]]:
     """Returns batches of neighbours whose gradients arrive one after the other, the last ones
@@ -110,7 +110,7 @@ def group_parameters(
     trainable = [parameter for parameter in names if parameter.requires_grad]
     if groups is None:
         total = sum(parameter.nbytes for parameter in trainable)
-        return batch_parameters(
+        return batch_neighbouring_parameters(
             trainable,
             min(max(total // MIN_UNITS_PER_MODEL, MIN_UNIT_BYTES), MAX_UNIT_BYTES),
             MIN_UNIT_BYTES,

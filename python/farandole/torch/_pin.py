@@ -48,10 +48,10 @@ def init(
         FarandoleInternalError: When a peer failed while the world formed.
     """
     basics.init(comm, process_sets)
-    pin_device()
+    select_gpu_of_rank()
 
 
-def pin_device() -> None:
+def select_gpu_of_rank() -> None:
     """Makes this rank's GPU the current one as soon as CUDA is used, unless the script has used
     it already.
     """

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def wrapped_class_recipe(optimizer: torch.optim.Optimizer, mixin: type) -> tuple[Any, ...]:
+def unwrapped_copy_recipe(optimizer: torch.optim.Optimizer, mixin: type) -> tuple[Any, ...]:
     """Returns the pickle recipe of an optimizer of the wrapped class with the same parameters,
     options and state.
 

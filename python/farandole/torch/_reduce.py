@@ -16,9 +16,9 @@ from farandole._native import engine
 from farandole.common import gradient_convention
 from farandole.common.handles import process_set_number
 from farandole.common.process_sets import ProcessSet, global_process_set
-from farandole.common.util import OPERATION_NAMES, Average, Max, Min, Product, Sum, rounded_op
+from farandole.common.util import OPERATION_NAMES, Average, Max, Min, Product, Sum, engine_op_number
 from farandole.torch import _memory
-from farandole.torch._device import device_location, device_locations
+from farandole.torch._device import gpu_and_stream_of, gpus_and_streams_of
 from farandole.torch._handles import (
     ENGINE_DTYPES,
     copy_back,
@@ -47,7 +47,7 @@ class TensorReduction(NamedTuple):
     @property
     def engine_arguments(self) -> tuple[int, float, float, int]:
         """The arguments for the engine."""
-        number = rounded_op(self.op, self.rounds)
+        number = engine_op_number(self.op, self.rounds)
         return number, self.prescale, self.postscale, process_set_number(self.process_set)
 
 
@@ -81,7 +81,7 @@ def start_allreduce(
         postscale,
         number,
         caller_waits,
-        device_location(source),
+        gpu_and_stream_of(source),
     )
 
 
@@ -98,7 +98,7 @@ def start_grouped_allreduce(
         _memory.empty_like(source) if source is tensor and not in_place else source
         for source, tensor in zip(sources, tensors, strict=True)
     ]
-    names = table.group_names("grouped_allreduce", name, len(tensors), reduction.process_set)
+    names = table.group_member_names("grouped_allreduce", name, len(tensors), reduction.process_set)
     members = [
         (*describe_tensor(member, source), target.data_ptr())
         for member, source, target in zip(names, sources, targets, strict=True)
@@ -117,7 +117,7 @@ def start_grouped_allreduce(
         engine.grouped_allreduce,
         members,
         *arguments,
-        device_locations(sources),
+        gpus_and_streams_of(sources),
     )
 
 
@@ -154,15 +154,15 @@ def _reduce_differentiably(
     if reduction.op in (Min, Max, Product) and not gradient_convention.uses_horovod_gradients():
         kind = _ProductReduction if reduction.op == Product else _MinMaxReduction
         plain = reduction._replace(prescale=1.0, postscale=1.0)
-        scaled = [_scale_tensor(tensor, reduction.prescale) for tensor in tensors]
+        scaled = [_scale_like_engine(tensor, reduction.prescale) for tensor in tensors]
         return [
-            _scale_tensor(result, reduction.postscale)
+            _scale_like_engine(result, reduction.postscale)
             for result in kind.apply(grouped, name, plain, *scaled)
         ]
     return list(_LinearReduction.apply(grouped, name, reduction, *tensors))
 
 
-def _scale_tensor(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+def _scale_like_engine(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     """Scales like the engine: integers truncate toward zero."""
     if factor == 1.0:
         return tensor

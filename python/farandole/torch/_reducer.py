@@ -15,9 +15,9 @@ from farandole.common import basics
 from farandole.common.resource_limits import usable_cores
 from farandole.common.util import Max
 from farandole.torch._allreduce import allreduce_
-from farandole.torch._buckets import GradientBucket, GradientSlot, ReductionOptions, ViewBucket
+from farandole.torch._buckets import GradientBucket, GradientSlot, ReductionOptions, GradientViewBucket
 from farandole.torch._device import is_in_cuda_graph_capture
-from farandole.torch._names import batch_parameters
+from farandole.torch._names import batch_neighbouring_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -65,10 +65,10 @@ class GradientReducer:
         _reducers.add(self)
         if as_view:  # one memory holds one dtype on one device
             groups = [
-                part for group in groups for part in batch_parameters(group[::-1], sys.maxsize)
+                part for group in groups for part in batch_neighbouring_parameters(group[::-1], sys.maxsize)
             ]
         for group in groups:
-            self._watch_parameters(group)
+            self._hook_parameters(group)
         self.enter_world()
         self._update_known_parameters()
 
@@ -147,7 +147,7 @@ class GradientReducer:
             for slot, kind in zip(slots, kinds.tolist(), strict=True)
         )
 
-    def _watch_parameters(self, parameters: Sequence[torch.Tensor]) -> None:
+    def _hook_parameters(self, parameters: Sequence[torch.Tensor]) -> None:
         slots = [GradientSlot(parameter, self._names[parameter]) for parameter in parameters]
         bucket = self._make_bucket(slots)
         bucket.reset_counts(self.passes)
@@ -159,7 +159,7 @@ class GradientReducer:
             )
 
     def _make_bucket(self, slots: list[GradientSlot]) -> GradientBucket:
-        return (ViewBucket if self._as_view else GradientBucket)(slots, self._options)
+        return (GradientViewBucket if self._as_view else GradientBucket)(slots, self._options)
 
     def _make_gradient_hook(self, slot: GradientSlot) -> Callable[[torch.Tensor], None]:
         """Returns autograd's hook for an accumulated gradient. The hook keeps neither parameter
@@ -173,7 +173,7 @@ class GradientReducer:
                 return
             bucket = slot.bucket
             if bucket.views:
-                bucket.adopt_gradient(slot)
+                bucket.take_gradient(slot)
             # A replayed graph calls no hooks: `finish_step` starts the reductions of its gradients.
             if reducer.paused or is_in_cuda_graph_capture(slot.parameter):
                 return
@@ -217,7 +217,7 @@ class GradientReducer:
             for j, parameter in enumerate(group["params"]):
                 self._names.setdefault(parameter, f"allreduce.noname.{i}.{j}")
                 if parameter.requires_grad and parameter not in self._slots:
-                    self._watch_parameters([parameter])
+                    self._hook_parameters([parameter])
                     self._has_undecided_slots = True
         self._update_known_parameters()
 
@@ -229,12 +229,12 @@ class GradientReducer:
 _reducers: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
 
 
-def _enter_world_in_reducers() -> None:
+def _adopt_world_in_reducers() -> None:
     for reducer in list(_reducers):
         reducer.enter_world()
 
 
-basics.call_on_each_init(_enter_world_in_reducers)
+basics.call_on_each_init(_adopt_world_in_reducers)
 
 
 def _has_spare_core(world: engine.World, cores: int) -> bool:

@@ -16,7 +16,7 @@ from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.util import Average, Sum, allows_rounded_sums
 from farandole.torch import _memory
 from farandole.torch._allgather import grouped_allgather
-from farandole.torch._device import device_location, device_locations
+from farandole.torch._device import gpu_and_stream_of, gpus_and_streams_of
 from farandole.torch._handles import (
     describe_tensor,
     require_dimension,
@@ -38,7 +38,7 @@ def _check_op(op: int) -> int:
     return op
 
 
-def _prepare_rows(
+def _input_and_own_part(
     tensor: torch.Tensor, process_set: ProcessSet
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the input, and memory for this rank's rows: the first members get the rows that
@@ -48,14 +48,14 @@ def _prepare_rows(
     rows, extra_rows = divmod(tensor.shape[0], len(member_ranks(process_set)))
     source = to_engine_tensor(tensor)
     mine = rows + ((process_set.rank() or 0) < extra_rows)
-    return source, _memory.empty_tensor((mine, *source.shape[1:]), source.dtype, source.device)
+    return source, _memory.uninitialized_tensor((mine, *source.shape[1:]), source.dtype, source.device)
 
 
 def _start_reducescatter(
     tensor: torch.Tensor, name: str | None, reduction: TensorReduction, caller_waits: bool
 ) -> int:
     arguments = reduction.engine_arguments
-    source, target = _prepare_rows(tensor, reduction.process_set)
+    source, target = _input_and_own_part(tensor, reduction.process_set)
     described = describe_tensor(
         table.operation_name("reducescatter", name, reduction.process_set), source
     )
@@ -65,7 +65,7 @@ def _start_reducescatter(
         target.data_ptr(),
         *arguments,
         caller_waits,
-        device_location(source),
+        gpu_and_stream_of(source),
     )
     return table.submit_operation((source, target), lambda _: target.to(tensor.device), *submission)
 
@@ -74,8 +74,8 @@ def _start_grouped_reducescatter(
     tensors: Sequence[torch.Tensor], name: str | None, reduction: TensorReduction
 ) -> int:
     arguments = reduction.engine_arguments
-    pairs = [_prepare_rows(tensor, reduction.process_set) for tensor in tensors]
-    names = table.group_names("grouped_reducescatter", name, len(tensors), reduction.process_set)
+    pairs = [_input_and_own_part(tensor, reduction.process_set) for tensor in tensors]
+    names = table.group_member_names("grouped_reducescatter", name, len(tensors), reduction.process_set)
     members = [
         (*describe_tensor(member, source), target.data_ptr())
         for member, (source, target) in zip(names, pairs, strict=True)
@@ -92,7 +92,7 @@ def _start_grouped_reducescatter(
         engine.grouped_reducescatter,
         members,
         *arguments,
-        device_locations([source for source, _ in pairs]),
+        gpus_and_streams_of([source for source, _ in pairs]),
     )
 
 

@@ -75,7 +75,7 @@ def _word_weights(count: int, device: torch.device) -> torch.Tensor:
     return ((mixed ^ (mixed >> 27)) | 1).to(device)
 
 
-def split_by_equality(
+def split_equal_tensors(
     name: str, tensors: Sequence[torch.Tensor], roles: TransferRoles
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Splits tensors into equal ones, with the same bytes on all senders, and others. All ranks get

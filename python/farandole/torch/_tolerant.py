@@ -44,7 +44,7 @@ from farandole.torch._state_comparison import (
     describe_parameters,
     fingerprint_bytes,
     require_same_model,
-    split_by_equality,
+    split_equal_tensors,
 )
 from farandole.torch._state_transfer import (
     TensorLayouts,
@@ -52,7 +52,7 @@ from farandole.torch._state_transfer import (
     allocate_optimizer_state,
     transfer_tensors,
 )
-from farandole.torch.functions import allgather_object, broadcast_value, describe_state, pack_value
+from farandole.torch.functions import allgather_object, broadcast_value, extract_state_tensors, pack_broadcast_value
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -112,21 +112,21 @@ class RestartableBucket(GradientBucket):
         try:
             super().start_reduction()
         except FarandoleInternalError:
-            self.rewind_reduction()  # it is to be started again, in another world
+            self.restart_reduction()  # it is to be started again, in another world
             raise
 
-    def rewind_reduction(self) -> None:
+    def restart_reduction(self) -> None:
         """Restarts the reduction of this step from the gradients of this rank."""
         self.started, self._handle, self._finish = False, None, None
         self._in_place_gradients, self._staged_gradients, self._sparse = [], [], []
         for parameter, grad in self._own_gradients:
             parameter.grad = grad
 
-    def forget_gradients(self) -> None:
+    def release_original_gradients(self) -> None:
         """Releases the gradients that this rank had at the beginning of the step."""
         self._own_gradients = []
 
-    def _target_memory(self, slot: GradientSlot, grad: torch.Tensor) -> torch.Tensor:
+    def _result_memory(self, slot: GradientSlot, grad: torch.Tensor) -> torch.Tensor:
         """Returns memory for the result, separate from the gradient; alternates between two if
         gradients stay from step to step.
         """
@@ -174,19 +174,19 @@ class FaultTolerantReducer(GradientReducer):
         self._adopt_new_parameters(param_groups)
         self.caught_up = False
         try:
-            self.caught_up = self.tolerance.complete_step(
+            self.caught_up = self.tolerance.reduce_in_as_many_worlds(
                 self._reduce_buckets, self._rewind_buckets
             )
         finally:
             for bucket in self._buckets:
                 assert isinstance(bucket, RestartableBucket)  # noqa: S101 - `_make_bucket` makes no other
-                bucket.forget_gradients()
+                bucket.release_original_gradients()
             self.reset_counts()
 
     def _rewind_buckets(self) -> None:
         for bucket in self._buckets:
             assert isinstance(bucket, RestartableBucket)  # noqa: S101 - as above
-            bucket.rewind_reduction()
+            bucket.restart_reduction()
 
     def _make_bucket(self, slots: list[GradientSlot]) -> GradientBucket:
         return RestartableBucket(slots, self._options)
@@ -238,7 +238,7 @@ class FaultTolerance:
         """Row assignments of shared readers, of this rank or of other ranks."""
         self._host_changes: list[tuple[float, int]] = []
 
-    def share_objects(self, objects: dict[str, Any]) -> None:
+    def share_stateful_objects(self, objects: dict[str, Any]) -> None:
         """Sends objects with the state to new ranks, and loads the objects that have come for this
         rank.
 
@@ -267,18 +267,18 @@ class FaultTolerance:
     def count_step(self) -> None:
         """Counts a step, and the rows that were read for it."""
         self.steps += 1
-        self._count_rows()
+        self._commit_shared_reader_rows()
 
-    def _count_rows(self) -> None:
+    def _commit_shared_reader_rows(self) -> None:
         for books in self._row_assignments.values():
             books.finish_step()
 
-    def wants_world_change(self) -> bool:
+    def is_world_change_announced(self) -> bool:
         """Returns whether the registrar has announced that workers are to join or leave."""
         self._host_changes.extend(engine.host_changes())
         return bool(self._host_changes)
 
-    def complete_step(self, reduce: Callable[[], None], rewind: Callable[[], None]) -> bool:
+    def reduce_in_as_many_worlds(self, reduce: Callable[[], None], rewind: Callable[[], None]) -> bool:
         """Reduces the gradients of a step, in as many worlds as needed.
 
         Args:
@@ -294,11 +294,11 @@ class FaultTolerance:
         """
         if self.is_change_due:
             self.is_change_due = False
-            if self.change_world():
+            if self.move_to_next_world():
                 return True
         while True:
             try:
-                self._change_flag[0] = self.wants_world_change()
+                self._change_flag[0] = self.is_world_change_announced()
                 change_handle = allreduce_async_(self._change_flag, op=Max, name="tolerant.change")
                 try:
                     reduce()
@@ -308,14 +308,14 @@ class FaultTolerance:
                 raise
             except FarandoleInternalError:
                 self.is_change_due = False
-                if self.recover_world():
+                if self.move_on_from_broken_world():
                     return True
                 rewind()
             else:
                 self.is_change_due = bool(self._change_flag[0])
                 return False
 
-    def recover_world(self) -> bool:
+    def move_on_from_broken_world(self) -> bool:
         """Leaves a broken world for the next one; returns whether this rank took the state of
         another rank there.
 
@@ -325,15 +325,15 @@ class FaultTolerance:
         """
         if not self._is_elastic:
             raise  # noqa: PLE0704 - called while the failure is handled
-        return self.change_world()
+        return self.move_to_next_world()
 
-    def change_world(self) -> bool:
-        """Leaves the world for the next one, like `recover_world`."""
+    def move_to_next_world(self) -> bool:
+        """Leaves the world for the next one, like `move_on_from_broken_world`."""
         leave_and_join()
-        return self.enter_new_world()
+        return self.agree_with_new_world()
 
-    def rejoin_world(self, is_step_due: bool) -> None:
-        """Like `change_world`, but waits for the next reduction if the optimizer's step after the
+    def move_to_world_when_due(self, is_step_due: bool) -> None:
+        """Like `move_to_next_world`, but waits for the next reduction if the optimizer's step after the
         last reduction is still due.
 
         Until that step the parameters of this rank are older than `steps`, and no rank may take
@@ -342,9 +342,9 @@ class FaultTolerance:
         if is_step_due:
             self.is_change_due = True
         else:
-            self.change_world()
+            self.move_to_next_world()
 
-    def enter_new_world(self) -> bool:
+    def agree_with_new_world(self) -> bool:
         """Agrees with the ranks of a new world on the state; returns whether this rank got a step
         that it lacked.
         """
@@ -363,11 +363,11 @@ class FaultTolerance:
             else:
                 return self.steps > before
 
-    def _prepare_world(self) -> None:
+    def _prepare_new_world(self) -> None:
         """Prepares a new world before its ranks agree on the state."""
 
     def _agree_on_state(self) -> None:
-        self._prepare_world()
+        self._prepare_new_world()
         self._agree_on_rows(self._catch_up_ranks(self._gather_statuses()))
 
     def _gather_statuses(self) -> list[list[int]]:
@@ -393,7 +393,7 @@ class FaultTolerance:
                 from farandole.data.row_assignment import RowAssignment  # noqa: PLC0415 - only where readers are shared
 
                 self._row_assignments[name] = RowAssignment.from_records(of_all)
-            self._row_assignments[name].adopt_agreement(of_all, basics.rank())
+            self._row_assignments[name].adopt_agreed_records(of_all, basics.rank())
 
     def _catch_up_ranks(self, statuses: list[list[int]]) -> bool:
         """Brings ranks that are behind up to date; returns whether this rank must finish a step
@@ -438,7 +438,7 @@ class FaultTolerance:
     def _mark_state_received(self, latest_step: int) -> None:
         """Notes that this rank has received the state after `latest_step` steps."""
         if self.steps < latest_step:
-            self._count_rows()  # rows read for the step that another rank has finished
+            self._commit_shared_reader_rows()  # rows read for the step that another rank has finished
         self.steps, self._has_whole_state, self._is_new = latest_step, True, False
 
     def _send_state_to_ranks_behind(self, roles: TransferRoles) -> None:
@@ -461,10 +461,10 @@ class FaultTolerance:
         ]
         option_tensors: list[torch.Tensor] = []
         state_tensors: list[torch.Tensor] = []
-        options = describe_state(
+        options = extract_state_tensors(
             [_group_options(group) for group in self._optimizer.param_groups], option_tensors
         )
-        states = describe_state(
+        states = extract_state_tensors(
             [self._optimizer.state.get(parameter) for parameter in parameters], state_tensors
         )
         others = list(self._others())
@@ -480,7 +480,7 @@ class FaultTolerance:
                 **{name: value.state_dict() for name, value in self._shared.items()},
             }
             description = own, options, states, shared
-        content = 0 if takes else fingerprint_bytes(pack_value([options, states]))
+        content = 0 if takes else fingerprint_bytes(pack_broadcast_value([options, states]))
         layouts, options, states, shared = broadcast_value(
             description, source, "tolerant.description"
         )
@@ -495,7 +495,7 @@ class FaultTolerance:
             state = shadows[0] + shadows[2]
         if not takes and basics.rank() != source:
             other = shadows[1] + shadows[3]
-        equal, different = split_by_equality("tolerant.digests", state, roles)
+        equal, different = split_equal_tensors("tolerant.digests", state, roles)
         transfer_tensors("tolerant.state", equal, roles)
         transfer_tensors(
             "tolerant.other", [*different, *other], TransferRoles([source], roles.takers)
@@ -542,7 +542,7 @@ class FaultTolerance:
             for own, group in zip(self._optimizer.param_groups, options, strict=True):
                 own.update(group)
             self._received = dict(shared)
-            self.share_objects(
+            self.share_stateful_objects(
                 {name: value for name, value in self._shared.items() if name in shared}
             )
 

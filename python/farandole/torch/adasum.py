@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from farandole.torch._allreduce import grouped_allreduce
-from farandole.torch._plain import wrapped_class_recipe
+from farandole.torch._plain import unwrapped_copy_recipe
 from farandole.torch.compression import Compression, Compressor
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class _DistributedAdasumOptimizer(torch.optim.Optimizer):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles and copies as a plain optimizer; `DistributedOptimizer` wraps the copy again."""
-        return wrapped_class_recipe(self, _DistributedAdasumOptimizer)
+        return unwrapped_copy_recipe(self, _DistributedAdasumOptimizer)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Does nothing: gradients add up until `step`, however many passes that takes.

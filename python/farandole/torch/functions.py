@@ -13,7 +13,7 @@ import torch
 from farandole.common import basics, pickling
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.numpy import plain
-from farandole.torch._allgather import gather_rows
+from farandole.torch._allgather import allgather_rows_and_counts
 from farandole.torch._broadcast import broadcast_, broadcast_async_
 from farandole.torch._handles import synchronize
 
@@ -124,7 +124,7 @@ def allgather_object(
     Raises:
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
-    whole, rows = gather_rows(
+    whole, rows = allgather_rows_and_counts(
         _dump_object(obj), None if name is None else f"object.{name}", process_set
     )
     return [_load_object(part) for part in torch.split(whole, rows)]
@@ -160,7 +160,7 @@ def broadcast_value(value: Any, root_rank: int, name: str) -> Any:
     """Returns the root's value on every rank.
 
     If `plain.pack_plain` takes the value, it is sent without pickle; types of tensors and results
-    of `describe_state` count as plain. Any other value is pickled.
+    of `extract_state_tensors` count as plain. Any other value is pickled.
 
     Args:
         value: The value to send; ignored on other ranks.
@@ -185,7 +185,7 @@ def _pack_or_pickle(value: Any) -> bytes | tuple[bytes, str]:
         return pickling.pickle_by_value(value), "pickled"
 
 
-def pack_value(value: Any) -> bytes:
+def pack_broadcast_value(value: Any) -> bytes:
     """Returns the bytes that `broadcast_value` sends for a value. If they are pickled, equal
     values may differ.
     """
@@ -247,7 +247,7 @@ def broadcast_optimizer_state(
             for group in optimizer.param_groups
         ]
         states = [optimizer.state.get(parameter) for parameter in parameters]
-        description = layout, describe_state(options, tensors), describe_state(states, tensors)
+        description = layout, extract_state_tensors(options, tensors), extract_state_tensors(states, tensors)
     expected, options, states = broadcast_value(description, root_rank, "optimizer.description")
     everywhere = plain.allgather_plain(layout, "optimizer.layout")
     misfits = [
@@ -273,15 +273,15 @@ def broadcast_optimizer_state(
     )
 
 
-def describe_state(value: Any, tensors: list[torch.Tensor]) -> Any:
+def extract_state_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
     """Copies nested dicts, lists and tuples with slots instead of tensors; collects the tensors."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return _TensorPlaceholder(len(tensors) - 1, tuple(value.shape), value.dtype, value.is_cpu)
     if isinstance(value, Mapping):
-        return {key: describe_state(entry, tensors) for key, entry in value.items()}
+        return {key: extract_state_tensors(entry, tensors) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        entries = [describe_state(entry, tensors) for entry in value]
+        entries = [extract_state_tensors(entry, tensors) for entry in value]
         return entries if isinstance(value, list) else tuple(entries)
     return value
 
@@ -289,7 +289,7 @@ def describe_state(value: Any, tensors: list[torch.Tensor]) -> Any:
 def rebuild_state(
     value: Any, parameter: torch.Tensor | None, slots: dict[int, torch.Tensor]
 ) -> Any:
-    """Inverts `describe_state`: fills slots with fresh tensors, on the parameter's device if they
+    """Inverts `extract_state_tensors`: fills slots with fresh tensors, on the parameter's device if they
     were on a device.
     """
     if isinstance(value, _TensorPlaceholder):

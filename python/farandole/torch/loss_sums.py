@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from farandole.torch.sync_batch_norm import counts_no_row
+from farandole.torch.sync_batch_norm import is_batch_all_padding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -78,7 +78,7 @@ def loss_sum_and_count(loss: Any, *arguments: Any) -> tuple[torch.Tensor, torch.
         (total * hvd.size() / count.clamp(min=1e-9)).backward()
     """
     total, count = _split_loss(loss, arguments)
-    return (total * 0.0, count * 0.0) if counts_no_row() else (total, count)
+    return (total * 0.0, count * 0.0) if is_batch_all_padding() else (total, count)
 
 
 def _split_loss(loss: Any, arguments: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,7 +86,7 @@ def _split_loss(loss: Any, arguments: Sequence[Any]) -> tuple[torch.Tensor, torc
     function, _ = unwrap_partial(loss)
     if _is_loss(function, _LABEL_COUNT_LOSSES):
         label = arguments[1]
-        total = with_reduction(loss, "sum")(*arguments)
+        total = loss_with_reduction(loss, "sum")(*arguments)
         if not label.is_floating_point():
             return total, label_count(loss, label)
         # The labels are probabilities of classes, and every element counts.
@@ -98,7 +98,7 @@ def _split_loss(loss: Any, arguments: Sequence[Any]) -> tuple[torch.Tensor, torc
             "divides by elements or by class weights. Return its sum over rows and its count from "
             "your own code"
         )
-    losses = with_reduction(loss, "none")(*arguments)
+    losses = loss_with_reduction(loss, "none")(*arguments)
     return losses.sum(), torch.tensor(losses.numel(), dtype=torch.float64, device=losses.device)
 
 
@@ -137,7 +137,7 @@ def known_reduction(loss: Any) -> str | None:
     return reduction if known else None
 
 
-def with_reduction(loss: Any, reduction: str) -> Callable[..., torch.Tensor]:
+def loss_with_reduction(loss: Any, reduction: str) -> Callable[..., torch.Tensor]:
     """Returns the same loss with another reduction.
 
     Args:

@@ -42,7 +42,7 @@ from farandole.common.util import (
     gpu_available,
     num_rank_is_power_2,
 )
-from farandole.common.util import choose_op as handle_average_backwards_compatibility
+from farandole.common.util import resolve_op_argument as handle_average_backwards_compatibility
 from farandole.torch._allgather import (
     allgather,
     allgather_async,

@@ -14,11 +14,11 @@ from farandole.common import basics
 from farandole.common.handles import member_ranks
 from farandole.common.notices import install_notice_handlers, is_elastic
 from farandole.common.process_sets import ProcessSet, global_process_set
-from farandole.common.util import Adasum, Average, Sum, allows_rounded_sums, choose_op
+from farandole.common.util import Adasum, Average, Sum, allows_rounded_sums, resolve_op_argument
 from farandole.torch._buckets import ReductionOptions
-from farandole.torch._compiler import load_compiler
+from farandole.torch._compiler import import_torch_compiler
 from farandole.torch._names import group_parameters, name_parameters
-from farandole.torch._plain import wrapped_class_recipe
+from farandole.torch._plain import unwrapped_copy_recipe
 from farandole.torch._reduce import TensorReduction
 from farandole.torch._reducer import GradientReducer
 from farandole.torch._tolerant import (
@@ -47,7 +47,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles and copies as a plain optimizer; `DistributedOptimizer` wraps the copy again."""
-        return wrapped_class_recipe(self, _DistributedOptimizer)
+        return unwrapped_copy_recipe(self, _DistributedOptimizer)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Changes how many backward passes are summed up before gradients are reduced.
@@ -156,7 +156,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             TypeError: An object has no such methods.
         """
-        self._require_fault_tolerance().share_objects(objects)
+        self._require_fault_tolerance().share_stateful_objects(objects)
 
     def rejoin(self) -> None:
         """Leaves a broken world for the next one. Only with `fault_tolerant`.
@@ -169,7 +169,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             WorkerDismissed: When this worker is not in the next world.
         """
-        self._require_fault_tolerance().rejoin_world(self._synchronized)
+        self._require_fault_tolerance().move_to_world_when_due(self._synchronized)
 
     def _require_fault_tolerance(self) -> FaultTolerance:
         if self._tolerance is None:
@@ -343,7 +343,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         raise ValueError("LBFGS cannot be distributed: its line search would differ between ranks")
     if isinstance(optimizer, (_DistributedOptimizer, _DistributedAdasumOptimizer)):
         raise ValueError(f"the optimizer is distributed already: {type(optimizer).__name__}")
-    choose_op(op, None)
+    resolve_op_argument(op, None)
     members = member_ranks(process_set)
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor needs op=Average")
@@ -419,7 +419,7 @@ def _make_fault_tolerant(optimizer: Any) -> None:
     reducer.tolerance = tolerance
     claim_sole_fault_tolerant_owner(optimizer)
     install_notice_handlers()
-    tolerance.enter_new_world()
+    tolerance.agree_with_new_world()
 
 
-basics.call_before_elastic_join(load_compiler)
+basics.call_before_elastic_join(import_torch_compiler)

@@ -39,7 +39,7 @@ basics.call_on_each_init(_reset_layer_numbers)
 
 
 @contextlib.contextmanager
-def leave_out_padding(valid: int, count: int) -> Iterator[None]:
+def exclude_padding_rows(valid: int, count: int) -> Iterator[None]:
     """Lets the layers that this thread calls leave out the last rows of a batch.
 
     The statistics include only the first rows. The gradients of the last rows do not depend on the
@@ -57,13 +57,13 @@ def leave_out_padding(valid: int, count: int) -> Iterator[None]:
         _padding.rows = None
 
 
-def counts_no_row() -> bool:
+def is_batch_all_padding() -> bool:
     """Returns whether all rows of the batch that this thread computes on are padding."""
     rows = getattr(_padding, "rows", None)
     return rows is not None and rows[0] == 0
 
 
-def _counted_rows(tensor: torch.Tensor) -> int:
+def _unpadded_row_count(tensor: torch.Tensor) -> int:
     """Returns how many of the first rows of an input count."""
     rows = getattr(_padding, "rows", None)
     if rows is None or tensor.shape[0] % rows[1] != 0:
@@ -129,7 +129,7 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - Di
                 training=False,
                 eps=self.eps,
             )
-        rows = _counted_rows(input)
+        rows = _unpadded_row_count(input)
         counted = input[:rows]
         if len(member_ranks(self.process_set)) == 1 or not self.process_set.included():
             statistics = _local_statistics(counted)

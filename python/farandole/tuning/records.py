@@ -52,9 +52,9 @@ def parse_report(rank: int, record: dict[str, Any]) -> tuple[int, dict[str, floa
     if record.get("kind") == REPORT_KIND:
         return record["step"], record["metrics"]
     if record.get("kind") == "epoch" and "entry" in record:
-        from farandole.runner.show.history import flatten_entry  # noqa: PLC0415 - a search without estimators needs none
+        from farandole.runner.show.history import flatten_history_entry  # noqa: PLC0415 - a search without estimators needs none
 
-        row = flatten_entry(record["entry"])
+        row = flatten_history_entry(record["entry"])
         numbers = {
             name: float(value) for name, value in row.items() if isinstance(value, int | float)
         }

@@ -25,7 +25,7 @@ held.wait()
 child = os.fork()
 if child == 0:
     mark.renew_if_held()
-    assert not mark.renew_and_check()
+    assert not mark.renew_and_check_held()
     mark.stop_renewing()
     mark.delete_if_held()
     with run_lease._ACQUIRE_LOCK:
@@ -34,5 +34,5 @@ if child == 0:
 _, status = os.waitpid(child, 0)
 free.set()
 assert os.waitstatus_to_exitcode(status) == 7
-assert mark.renew_and_check(), "a child deletes nothing of its parent"
+assert mark.renew_and_check_held(), "a child deletes nothing of its parent"
 print("parent done")

@@ -46,7 +46,7 @@ def fit(name, warm, frame=frame):
 
 
 class Saboteur:
-    """Kills an executor_pid when the gang's driver hears of something, once."""
+    """Kills an fork_server_owner_pid when the gang's driver hears of something, once."""
 
     def __init__(self, phase):
         self.phase, self.done, self.records = phase, False, 0
@@ -72,14 +72,14 @@ def killing(batches):
     import os
     import signal
 
-    from farandole.runner.warm_workers import executor_pid
+    from farandole.runner.warm_workers import fork_server_owner_pid
 
     try:
         os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
         yield from batches
         return
-    os.kill(executor_pid(), signal.SIGKILL)
+    os.kill(fork_server_owner_pid(), signal.SIGKILL)
     yield from batches
 
 

@@ -20,7 +20,7 @@ model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0)
 again = payload.unpack_model(payload.pack_model(model))
 np.testing.assert_array_equal(again.get_weights()[0], model.get_weights()[0])
 assert "tensorflow" not in sys.modules
-assert compiler.is_deferred()
+assert compiler.is_compiler_deferred()
 import tensorflow as tf
 
 assert payload.serialization_lib.tf.available

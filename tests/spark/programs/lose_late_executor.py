@@ -23,13 +23,13 @@ def trains(folder):
     import pathlib
     import time
 
-    from farandole.runner.warm_workers import executor_pid
+    from farandole.runner.warm_workers import fork_server_owner_pid
 
-    mine, deadline = executor_pid(), time.monotonic() + 60
+    mine, deadline = fork_server_owner_pid(), time.monotonic() + 60
     pathlib.Path(folder, f"rank-{mine}").touch()
-    # The one whose executor_pid is lost never returns: it could be faster than its end.
+    # The one whose fork_server_owner_pid is lost never returns: it could be faster than its end.
     while not (lost := list(pathlib.Path(folder).glob("lost-*"))) or lost[0].name == f"lost-{mine}":
-        assert time.monotonic() < deadline, "no executor_pid was lost"
+        assert time.monotonic() < deadline, "no fork_server_owner_pid was lost"
         time.sleep(0.05)
     return mine
 

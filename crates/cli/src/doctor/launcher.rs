@@ -64,11 +64,11 @@ fn add_batch_allocation(
         &format!(
             "{}: {} with {}",
             found.system,
-            format_count(hosts as u64, "host"),
-            format_count(slots, "slot")
+            format_counted_noun(hosts as u64, "host"),
+            format_counted_noun(slots, "slot")
         ),
     );
-    page.add_line("hosts", &list_hosts(&found.hosts));
+    page.add_line("hosts", &format_host_list(&found.hosts));
     page.add_line("reached by", &remote_launch_program(here, found));
     // A job of one host needs no ssh.
     if found.shell.is_none() && hosts > 1 && !ssh {
@@ -101,11 +101,11 @@ fn remote_launch_program(here: &dyn LaunchEnvironment, found: &BatchAllocation) 
     program.to_owned()
 }
 
-fn format_count(number: u64, what: &str) -> String {
+fn format_counted_noun(number: u64, what: &str) -> String {
     format!("{number} {what}{}", if number == 1 { "" } else { "s" })
 }
 
-fn list_hosts(hosts: &[HostSlots]) -> String {
+fn format_host_list(hosts: &[HostSlots]) -> String {
     let first: Vec<String> = hosts
         .iter()
         .take(MAX_NAMED_HOSTS)
@@ -249,6 +249,10 @@ mod tests {
     fn many_hosts_are_counted() {
         let hosts: Vec<HostSlots> =
             (0..20).map(|index| HostSlots::new(format!("n{index}"), 1)).collect();
-        assert!(list_hosts(&hosts).ends_with("n15:1 and 4 more"), "{}", list_hosts(&hosts));
+        assert!(
+            format_host_list(&hosts).ends_with("n15:1 and 4 more"),
+            "{}",
+            format_host_list(&hosts)
+        );
     }
 }

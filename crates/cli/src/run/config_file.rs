@@ -86,7 +86,7 @@ fn read_section_keys(
                 Some(knob) => file.knobs.push((knob.key.to_owned(), text)),
                 None => file.warnings.push(unknown_key_warning(name, section, key)),
             }
-        } else if let Some(flag) = find_flag(section, key) {
+        } else if let Some(flag) = find_flag_by_key(section, key) {
             let text = match (flag.value, normalize_bool(&text)) {
                 (FlagValue::Nothing, Some(truth)) => truth.to_owned(),
                 (FlagValue::Nothing, None) => {
@@ -124,7 +124,7 @@ pub(crate) fn flag_location(name: &str, flag: &RunFlag) -> String {
     }
 }
 
-fn find_flag(section: &str, key: &str) -> Option<&'static RunFlag> {
+fn find_flag_by_key(section: &str, key: &str) -> Option<&'static RunFlag> {
     RUN_FLAGS.iter().find(|flag| flag.key == Some((section, key)))
 }
 

@@ -73,7 +73,7 @@ const fn farandole_only_flag(name: &'static str, takes: FlagValue, help: &'stati
     RunFlag { name, value: takes, help, ..FLAG_DEFAULTS }
 }
 
-const fn setting_flag(
+const fn flag_with_config_key(
     name: &'static str,
     takes: FlagValue,
     does: FlagEffect,
@@ -250,14 +250,14 @@ pub(crate) const RUN_FLAGS: &[RunFlag] = &[
             "Largest size of a fused operation, in MiB",
         )
     },
-    setting_flag(
+    flag_with_config_key(
         "cache-capacity",
         FlagValue::Count,
         FlagEffect::SetKnob("cache_capacity"),
         ("params", "cache_capacity"),
         "Tensors remembered per process set; 0 turns the response cache off",
     ),
-    setting_flag(
+    flag_with_config_key(
         "autotune",
         FlagValue::Nothing,
         FlagEffect::SetKnobTo("autotune", "1"),
@@ -265,28 +265,28 @@ pub(crate) const RUN_FLAGS: &[RunFlag] = &[
         "Tune the fusion threshold in the first steps",
     ),
     toggle_flag("no-autotune", FlagEffect::SetKnobTo("autotune", "0"), "Undo --autotune"),
-    setting_flag(
+    flag_with_config_key(
         "autotune-log-file",
         FlagValue::Text,
         FlagEffect::SetKnob("autotune_log"),
         ("autotune", "log_file"),
         "CSV file for the samples of autotune",
     ),
-    setting_flag(
+    flag_with_config_key(
         "autotune-warmup-samples",
         FlagValue::Count,
         FlagEffect::SetKnob("autotune_warmup_samples"),
         ("autotune", "warmup_samples"),
         "Number of first samples that are ignored",
     ),
-    setting_flag(
+    flag_with_config_key(
         "autotune-steps-per-sample",
         FlagValue::Count,
         FlagEffect::SetKnob("autotune_steps_per_sample"),
         ("autotune", "steps_per_sample"),
         "Number of steps in a score; a sample is the median of five",
     ),
-    setting_flag(
+    flag_with_config_key(
         "autotune-bayes-opt-max-samples",
         FlagValue::Count,
         FlagEffect::SetKnob("autotune_samples"),
@@ -299,14 +299,14 @@ pub(crate) const RUN_FLAGS: &[RunFlag] = &[
         ("autotune", "gaussian_process_noise"),
         "the search has no Gaussian process",
     ),
-    setting_flag(
+    flag_with_config_key(
         "timeline-filename",
         FlagValue::Text,
         FlagEffect::SetKnob("timeline"),
         ("timeline", "filename"),
         "File for the timeline; {rank} in it stands for the rank",
     ),
-    setting_flag(
+    flag_with_config_key(
         "timeline-mark-cycles",
         FlagValue::Nothing,
         FlagEffect::SetKnobTo("timeline_mark_cycles", "1"),
@@ -318,7 +318,7 @@ pub(crate) const RUN_FLAGS: &[RunFlag] = &[
         FlagEffect::SetKnobTo("timeline_mark_cycles", "0"),
         "Undo --timeline-mark-cycles",
     ),
-    setting_flag(
+    flag_with_config_key(
         "stall-check",
         FlagValue::Nothing,
         FlagEffect::SetKnobTo("stall_check_disable", "0"),
@@ -330,28 +330,28 @@ pub(crate) const RUN_FLAGS: &[RunFlag] = &[
         FlagEffect::SetKnobTo("stall_check_disable", "1"),
         "Turn the stall check off",
     ),
-    setting_flag(
+    flag_with_config_key(
         "stall-check-warning-time-seconds",
         FlagValue::Count,
         FlagEffect::SetKnob("stall_check_time"),
         ("stall_check", "warning_time_seconds"),
         "A tensor waiting this long for other ranks is reported; 0 means never",
     ),
-    setting_flag(
+    flag_with_config_key(
         "stall-check-shutdown-time-seconds",
         FlagValue::Count,
         FlagEffect::SetKnob("stall_shutdown_time"),
         ("stall_check", "shutdown_time_seconds"),
         "A tensor waiting this long ends the job; 0 means never",
     ),
-    setting_flag(
+    flag_with_config_key(
         "log-level",
         FlagValue::Text,
         FlagEffect::SetKnob("log_level"),
         ("logging", "level"),
         "Lowest level of logged events: trace, debug, info, warning, error or fatal",
     ),
-    setting_flag(
+    flag_with_config_key(
         "log-with-timestamp",
         FlagValue::Nothing,
         FlagEffect::SetKnobTo("log_hide_time", "0"),
@@ -659,7 +659,7 @@ fn flag_help(flag: &RunFlag) -> String {
 ///
 /// # Errors
 /// A description of the expected values.
-pub(crate) fn check_value(takes: FlagValue, text: &str) -> Result<String, &'static str> {
+pub(crate) fn check_flag_value(takes: FlagValue, text: &str) -> Result<String, &'static str> {
     let text = text.trim();
     // NaN fails the comparison, too.
     let number = || text.parse::<f64>().ok().filter(|number| *number >= 0.0);

@@ -12,7 +12,7 @@ use farandole::telemetry::{RecordSink, WorkerRecord};
 use farandole::world::World;
 
 use super::options::RunOptions;
-use crate::host_interpreter::{HostInterpreter, JobViewer};
+use crate::embedding_interpreter::{EmbeddingInterpreter, JobViewer};
 
 /// The run viewer, if it was requested.
 #[derive(Clone)]
@@ -26,7 +26,7 @@ impl OptionalJobViewer {
     pub(super) fn open_viewer(
         options: &RunOptions,
         ranks: u32,
-        surroundings: &dyn HostInterpreter,
+        surroundings: &dyn EmbeddingInterpreter,
     ) -> Result<Self> {
         let Some(store) = &options.ui else { return Ok(Self(None)) };
         // In `python train.py`, the script names the run.
@@ -44,7 +44,7 @@ impl OptionalJobViewer {
     }
 
     /// Returns a sink that passes records on to `next`.
-    pub(super) fn wrap_sink(&self, next: Arc<dyn RecordSink>) -> Arc<dyn RecordSink> {
+    pub(super) fn wrap_sink_with_metrics(&self, next: Arc<dyn RecordSink>) -> Arc<dyn RecordSink> {
         match &self.0 {
             Some(watch) => Arc::new(MetricsSink { viewer: Arc::clone(watch), next }),
             None => next,

@@ -25,9 +25,9 @@ use self::job_viewer::OptionalJobViewer;
 use self::options::{JobPlacement, RunOptions};
 use crate::check_build::check_build;
 use crate::console::ConsoleSink;
-use crate::host_interpreter::HostInterpreter;
+use crate::embedding_interpreter::EmbeddingInterpreter;
 use crate::logging;
-use crate::timeline::TimelineSink;
+use crate::timeline::TimelineReceivingSink;
 
 /// Returns the command line.
 pub(crate) fn build_command() -> Command {
@@ -68,7 +68,7 @@ pub(crate) fn build_command() -> Command {
 pub(crate) fn run_job(
     called: &str,
     matches: &ArgMatches,
-    surroundings: &dyn HostInterpreter,
+    surroundings: &dyn EmbeddingInterpreter,
 ) -> Result<i32> {
     if matches.get_flag("check-build") {
         print!(
@@ -87,7 +87,7 @@ pub(crate) fn run_job(
     let watching = OptionalJobViewer::open_viewer(&options, place.num_proc, surroundings)?;
     let verbose = options.verbose;
     let mut timeline = None;
-    let report = open_sinks(&options, &place, &watching).and_then(|(sink, gathering)| {
+    let report = open_record_sinks(&options, &place, &watching).and_then(|(sink, gathering)| {
         timeline = gathering;
         if options.is_elastic() {
             run_elastic_job(options, place, surroundings, (&sink, &watching), &say)
@@ -97,11 +97,11 @@ pub(crate) fn run_job(
     });
     watching.show_end(&report);
     if let Ok(report) = &report {
-        print_report(report, verbose, &say);
+        print_job_report(report, verbose, &say);
     }
     if let Some(timeline) = timeline {
         // A missing timeline does not fail a job. The timeline of a failed job may show the reason.
-        match timeline.merge_received() {
+        match timeline.merge_received_timelines() {
             Ok(lines) => lines.iter().for_each(|line| say(line)),
             Err(error) => say(&format!("there is no timeline of the ranks: {error:#}")),
         }
@@ -110,10 +110,10 @@ pub(crate) fn run_job(
 }
 
 /// The sink of a job's records, and the sink within it that collects the timeline.
-type JobSinks = (Arc<dyn RecordSink>, Option<Arc<TimelineSink>>);
+type JobSinks = (Arc<dyn RecordSink>, Option<Arc<TimelineReceivingSink>>);
 
 /// Returns the sinks of a job's records: the console, the run viewer, and the timeline.
-fn open_sinks(
+fn open_record_sinks(
     options: &RunOptions,
     place: &JobPlacement,
     watching: &OptionalJobViewer,
@@ -126,10 +126,13 @@ fn open_sinks(
         place.num_proc,
         options.continues_earlier_job(),
     )?;
-    let sink = watching.wrap_sink(Arc::new(console) as Arc<dyn RecordSink>);
+    let sink = watching.wrap_sink_with_metrics(Arc::new(console) as Arc<dyn RecordSink>);
     // Outermost, so that the viewer does not get the timelines as metrics.
-    let timeline =
-        options.timeline.as_deref().map(|path| TimelineSink::new(path, &sink)).transpose()?;
+    let timeline = options
+        .timeline
+        .as_deref()
+        .map(|path| TimelineReceivingSink::new(path, &sink))
+        .transpose()?;
     let sink =
         timeline.as_ref().map_or(sink, |timeline| Arc::clone(timeline) as Arc<dyn RecordSink>);
     Ok((sink, timeline))
@@ -139,7 +142,7 @@ fn open_sinks(
 fn run_static_job(
     options: RunOptions,
     place: JobPlacement,
-    surroundings: &dyn HostInterpreter,
+    surroundings: &dyn EmbeddingInterpreter,
     (sink, watching): (&Arc<dyn RecordSink>, &OptionalJobViewer),
     say: &dyn Fn(&str),
 ) -> Result<JobReport> {
@@ -165,18 +168,18 @@ fn run_static_job(
         hosts: hosts.clone(),
         program: worker_program(options, &place, surroundings),
     };
-    Ok(job.run_with_observer(sink, &|| surroundings.requested_stop(), &assigned)?)
+    Ok(job.run_with_observer(sink, &|| surroundings.requested_stop_level(), &assigned)?)
 }
 
 /// Runs a job whose number of processes may change.
 fn run_elastic_job(
     options: RunOptions,
     place: JobPlacement,
-    surroundings: &dyn HostInterpreter,
+    surroundings: &dyn EmbeddingInterpreter,
     (sink, watching): (&Arc<dyn RecordSink>, &OptionalJobViewer),
     say: &dyn Fn(&str),
 ) -> Result<JobReport> {
-    let rules = ElasticJob::rules_from_config(place.num_proc, &options.config)?;
+    let rules = ElasticJob::elastic_rules_from_config(place.num_proc, &options.config)?;
     // Spares need slots, too.
     let discovery = options.host_discovery(&place, rules.max_workers.saturating_add(rules.spares));
     let verbose = options.verbose;
@@ -212,7 +215,7 @@ fn run_elastic_job(
         work.outage = outage;
     }
     let job = ElasticJob { rules, program: work, journal };
-    Ok(job.run(discovery, sink, &|| surroundings.requested_stop(), &observer)?)
+    Ok(job.run(discovery, sink, &|| surroundings.requested_stop_level(), &observer)?)
 }
 
 /// Describes a new world for the user. If all its workers are new, state that was only in workers
@@ -229,7 +232,7 @@ fn describe_world(world: &World, before: &HashSet<u32>) -> String {
 fn worker_program(
     options: RunOptions,
     place: &JobPlacement,
-    surroundings: &dyn HostInterpreter,
+    surroundings: &dyn EmbeddingInterpreter,
 ) -> WorkerProgram {
     WorkerProgram {
         shell: place.shell.clone(),
@@ -238,7 +241,7 @@ fn worker_program(
     }
 }
 
-fn print_report(report: &JobReport, verbose: bool, say: &dyn Fn(&str)) {
+fn print_job_report(report: &JobReport, verbose: bool, say: &dyn Fn(&str)) {
     if verbose {
         for outcome in &report.outcomes {
             if let (Some(rank), Some(how)) = (outcome.rank, &outcome.exit_kind) {

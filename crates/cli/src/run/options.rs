@@ -18,8 +18,8 @@ use farandole::registrar::host::interface_networks;
 
 use super::config_file::{self, RunConfigFile};
 use super::flags::{
-    FlagEffect, FlagValue, IGNORED_VARIABLES, RUN_FLAGS, RunFlag, check_value, is_elastic_flag,
-    is_switch_knob, knob_flags,
+    FlagEffect, FlagValue, IGNORED_VARIABLES, RUN_FLAGS, RunFlag, check_flag_value,
+    is_elastic_flag, is_switch_knob, knob_flags,
 };
 
 /// Value of the timeline knob with which agents send their workers' timelines.
@@ -92,7 +92,7 @@ impl RunOptions {
         }
         // After the file, so that flags replace its values.
         for flag in RUN_FLAGS.iter().filter(|flag| is_given(matches, flag.name)) {
-            let values = flag_values(matches, flag);
+            let values = flag_value_text(matches, flag);
             apply_flag(flag, &values, &format!("--{}", flag.name), &mut given, &mut remarks)?;
         }
         for (name, knob) in knob_flags().filter(|(name, _)| is_given(matches, name)) {
@@ -208,7 +208,7 @@ impl RunOptions {
         let own = given.as_ref().and_then(|given| given.shell.clone()).filter(|_| !asked);
         let shell = match own {
             Some(shell) => shell,
-            None => RemoteShell::from_ssh_option(
+            None => RemoteShell::parse_ssh_command_option(
                 self.ssh_command.as_deref().unwrap_or("ssh"),
                 self.ssh_port,
                 self.ssh_identity_file.as_deref().map(Path::new),
@@ -329,10 +329,10 @@ fn apply_flag(
     given: &mut BTreeMap<String, String>,
     remarks: &mut Vec<String>,
 ) -> Result<()> {
-    // `flag_values` joins the values of a flag by spaces.
+    // `flag_value_text` joins the values of a flag by spaces.
     for part in value.split_whitespace().filter(|_| flag.value != FlagValue::Text) {
         if flag.value != FlagValue::Nothing
-            && let Err(expected) = check_value(flag.value, part)
+            && let Err(expected) = check_flag_value(flag.value, part)
         {
             bail!("{called} must be {expected}: {part}");
         }
@@ -364,7 +364,7 @@ fn text_argument(matches: &ArgMatches, name: &str) -> Option<String> {
     matches.get_one::<String>(name).cloned()
 }
 
-fn flag_values(matches: &ArgMatches, flag: &RunFlag) -> String {
+fn flag_value_text(matches: &ArgMatches, flag: &RunFlag) -> String {
     if flag.value == FlagValue::Nothing {
         return "true".to_owned();
     }

@@ -130,7 +130,7 @@ fn a_job_is_elastic_by_either_of_two_flags_and_the_others_say_so_when_it_is_not(
     assert_eq!(elastic(&["-np", "2", "--max-np", "4", "--reset-limit", "3"]), (false, 2));
     let file = written("elastic: {min_num_proc: 2, blacklist_cooldown_range: 1 9, spares: 1}\n");
     let options = read(&["-np", "3", "--config-file", file.path().to_str().unwrap()]).unwrap();
-    let rules = ElasticJob::rules_from_config(3, &options.config).unwrap();
+    let rules = ElasticJob::elastic_rules_from_config(3, &options.config).unwrap();
     assert!(options.is_elastic() && options.remarks.is_empty());
     assert_eq!((rules.first, rules.min_workers, rules.max_workers, rules.spares), (3, 2, 3, 1));
     assert_eq!(rules.cooldown, (Duration::from_secs(1), Duration::from_secs(9)));
@@ -143,7 +143,8 @@ fn elastic_numbers_that_contradict_each_other_are_refused_by_their_flags() {
     let rules = |line: &[&str]| {
         let options = read(line).unwrap();
         let place = options.job_placement()?;
-        ElasticJob::rules_from_config(place.num_proc, &options.config).map_err(anyhow::Error::from)
+        ElasticJob::elastic_rules_from_config(place.num_proc, &options.config)
+            .map_err(anyhow::Error::from)
     };
     for (line, part) in [
         (&["-np", "2", "--min-np", "3"][..], "--min-num-proc (3) is larger than --num-proc (2)"),

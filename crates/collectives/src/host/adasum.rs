@@ -38,20 +38,20 @@ use crate::Result;
 const CONVERSION_BLOCK_BYTES: usize = 16 << 10;
 
 /// Ranges of a vector, one for each tensor.
-type VectorPiece = Vec<Range<usize>>;
+type VectorRangePerTensor = Vec<Range<usize>>;
 
 #[derive(Debug, PartialEq)]
 enum AdasumStep {
     /// Sends `gives` to a member, and receives `takes` either as the other vector or, if `results`
     /// is true, as results.
-    Swap { with: usize, gives: VectorPiece, takes: VectorPiece, results: bool },
+    Swap { with: usize, gives: VectorRangePerTensor, takes: VectorRangePerTensor, results: bool },
     /// Computes the products of the two vectors over this piece. `first`: whether the own vector is
     /// the first one.
-    ComputeProducts { piece: VectorPiece, first: bool },
+    ComputeProducts { piece: VectorRangePerTensor, first: bool },
     /// Adds the products of another member.
     SumProducts { with: usize },
     /// Writes the Adasum of the two vectors to this piece of the own vector.
-    CombineVectors { piece: VectorPiece, first: bool },
+    CombineVectors { piece: VectorRangePerTensor, first: bool },
 }
 
 pub(super) struct AdasumJob {
@@ -241,7 +241,7 @@ fn piece_bytes(piece: &[Range<usize>]) -> usize {
 
 /// Calls `each` with the ranges of `piece` that hold `len` of its bytes, starting at position `at`;
 /// each range with its offset from `at`.
-fn visit_piece(
+fn visit_piece_ranges(
     piece: &[Range<usize>],
     at: usize,
     len: usize,
@@ -259,13 +259,13 @@ fn visit_piece(
 
 fn gather_piece(vector: &[u8], piece: &[Range<usize>], at: usize, into: &mut [u8]) {
     let len = into.len();
-    visit_piece(piece, at, len, |place, range| {
+    visit_piece_ranges(piece, at, len, |place, range| {
         into[place..place + range.len()].copy_from_slice(&vector[range])
     });
 }
 
 fn scatter_piece(vector: &mut [u8], piece: &[Range<usize>], at: usize, from: &[u8]) {
-    visit_piece(piece, at, from.len(), |place, range| {
+    visit_piece_ranges(piece, at, from.len(), |place, range| {
         let bytes = &from[place..place + range.len()];
         vector[range].copy_from_slice(bytes);
     });
@@ -282,7 +282,7 @@ impl AdasumPlan {
     fn plan_steps(&self, member: usize, size: usize, tensors: &[usize]) -> Vec<AdasumStep> {
         let full = 1 << size.checked_ilog2().unwrap_or(0);
         let folded = 2 * (size - full);
-        let whole: VectorPiece = tensors
+        let whole: VectorRangePerTensor = tensors
             .iter()
             .scan(0, |end, elements| {
                 let start = *end;
@@ -290,7 +290,7 @@ impl AdasumPlan {
                 Some(start..*end)
             })
             .collect();
-        let nothing = VectorPiece::new;
+        let nothing = VectorRangePerTensor::new;
         let mut steps = Vec::new();
         if member < folded && member % 2 == 1 {
             let with = member - 1;
@@ -348,7 +348,7 @@ impl AdasumPlan {
         steps
     }
 
-    fn split_halves(&self, piece: &[Range<usize>]) -> (VectorPiece, VectorPiece) {
+    fn split_halves(&self, piece: &[Range<usize>]) -> (VectorRangePerTensor, VectorRangePerTensor) {
         let half = |range: &Range<usize>| {
             // Between elements, so that no element is cut.
             let middle = range.start + range.len() / self.element / 2 * self.element;
@@ -368,18 +368,19 @@ mod tests {
         for size in 1..20 {
             let steps: Vec<Vec<AdasumStep>> =
                 (0..size).map(|member| plan.plan_steps(member, size, &[7, 0, 1, 64])).collect();
-            let swaps = |from: usize, to: usize| -> Vec<(VectorPiece, VectorPiece)> {
-                let swap = |step: &AdasumStep| match step {
-                    AdasumStep::Swap { with, gives, takes, .. } if *with == to => {
-                        Some((gives.clone(), takes.clone()))
-                    }
-                    AdasumStep::SumProducts { with } if *with == to => {
-                        Some((VectorPiece::new(), VectorPiece::new()))
-                    }
-                    _ => None,
+            let swaps =
+                |from: usize, to: usize| -> Vec<(VectorRangePerTensor, VectorRangePerTensor)> {
+                    let swap = |step: &AdasumStep| match step {
+                        AdasumStep::Swap { with, gives, takes, .. } if *with == to => {
+                            Some((gives.clone(), takes.clone()))
+                        }
+                        AdasumStep::SumProducts { with } if *with == to => {
+                            Some((VectorRangePerTensor::new(), VectorRangePerTensor::new()))
+                        }
+                        _ => None,
+                    };
+                    steps[from].iter().filter_map(swap).collect()
                 };
-                steps[from].iter().filter_map(swap).collect()
-            };
             for a in 0..size {
                 for b in 0..size {
                     let mirrored: Vec<_> =

@@ -31,13 +31,13 @@ pub(super) struct AllgatherJob {
     /// Range of each member in all outputs.
     places: Vec<GatherList>,
     own: GatherList,
-    streams: Vec<AllgatherStream>,
+    streams: Vec<AllgatherLinkParts>,
     /// Number of bytes of each member's parts that are in the outputs, from the start of the parts.
     stored: Vec<usize>,
 }
 
 /// Data on one link: parts of members, one after the other.
-struct AllgatherStream {
+struct AllgatherLinkParts {
     out: VecDeque<AllgatherPart>,
     incoming: VecDeque<AllgatherPart>,
 }
@@ -61,7 +61,7 @@ impl AllgatherJob {
         let parts = |from: usize, to: usize| {
             let part =
                 |of: usize| AllgatherPart { of, message: MessageProgress::new(places[of].len()) };
-            members_sent_between(&peers.hosts, from, to)
+            part_owners_sent_between(&peers.hosts, from, to)
                 // Both ends leave out empty parts, so they agree on the sequence of messages.
                 .map(part)
                 .filter(|part| !part.message.is_finished())
@@ -69,7 +69,10 @@ impl AllgatherJob {
         };
         let stream = |link: usize| {
             let peer = peers.member_of_link(link);
-            AllgatherStream { out: parts(peers.member, peer), incoming: parts(peer, peers.member) }
+            AllgatherLinkParts {
+                out: parts(peers.member, peer),
+                incoming: parts(peer, peers.member),
+            }
         };
         let streams = (0..peers.links.len()).map(stream).collect();
         let mut stored = vec![0; places.len()];
@@ -79,7 +82,7 @@ impl AllgatherJob {
 }
 
 /// Returns the members whose parts `from` sends to `to`.
-fn members_sent_between(
+fn part_owners_sent_between(
     hosts: &MembersByHost,
     from: usize,
     to: usize,
@@ -97,7 +100,7 @@ impl CollectiveJob for AllgatherJob {
     fn poll(&mut self, peers: &mut PeerLinks) -> Result<PollProgress> {
         let (mut any, mut done) = (false, true);
         let Self { places, own, streams, stored } = self;
-        for (link, AllgatherStream { out, incoming }) in peers.links.iter_mut().zip(streams) {
+        for (link, AllgatherLinkParts { out, incoming }) in peers.links.iter_mut().zip(streams) {
             // Receives before it sends, so that bytes for the other members of the host are
             // forwarded in the same poll.
             if let Some(AllgatherPart { of, message }) = incoming.front_mut() {
@@ -118,7 +121,7 @@ impl CollectiveJob for AllgatherJob {
                     (stored[*of] / UNIT_BYTES * UNIT_BYTES).saturating_sub(message.moved_bytes())
                 };
                 let from = if *of == peers.member { &*own } else { &places[*of] };
-                any |= message.send_at_most(
+                any |= message.send_at_most_bytes(
                     ready.min(ALLGATHER_PIECE_BYTES),
                     &mut *link.sender,
                     |at, to| from.read_at(at, to),
@@ -134,7 +137,7 @@ impl CollectiveJob for AllgatherJob {
 
     fn used_links(&self, _peers: &PeerLinks) -> Vec<usize> {
         let is_used =
-            |stream: &AllgatherStream| !stream.out.is_empty() || !stream.incoming.is_empty();
+            |stream: &AllgatherLinkParts| !stream.out.is_empty() || !stream.incoming.is_empty();
         (0..self.streams.len()).filter(|link| is_used(&self.streams[*link])).collect()
     }
 }
@@ -151,7 +154,7 @@ mod tests {
             for to in everybody.clone() {
                 let senders = everybody.clone().filter(|from| *from != to);
                 let mut brought: Vec<usize> =
-                    senders.flat_map(|from| members_sent_between(&hosts, from, to)).collect();
+                    senders.flat_map(|from| part_owners_sent_between(&hosts, from, to)).collect();
                 brought.sort_unstable();
                 assert!(
                     brought.iter().copied().eq(everybody.clone().filter(|of| *of != to)),
@@ -161,8 +164,9 @@ mod tests {
             for from in everybody.clone() {
                 let others =
                     everybody.clone().filter(|to| hosts.host_of(*to) != hosts.host_of(from));
-                let crossed =
-                    others.map(|to| members_sent_between(&hosts, from, to).count()).sum::<usize>();
+                let crossed = others
+                    .map(|to| part_owners_sent_between(&hosts, from, to).count())
+                    .sum::<usize>();
                 assert_eq!(crossed, hosts.host_count() - 1);
             }
         }

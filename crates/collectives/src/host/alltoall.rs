@@ -24,11 +24,11 @@ use crate::{Result, TensorSegment};
 const ALLTOALL_PIECE_BYTES: usize = PACKET_PAYLOAD_BYTES;
 
 pub(super) struct AlltoallJob {
-    streams: Vec<AlltoallStream>,
+    streams: Vec<AlltoallLinkProgress>,
 }
 
 /// Data on one link.
-struct AlltoallStream {
+struct AlltoallLinkProgress {
     out: MessageProgress,
     incoming: MessageProgress,
     ours: GatherList,
@@ -55,7 +55,7 @@ impl AlltoallJob {
                 member_block(&segment.input, sends, peer),
                 member_block(&segment.output, receives, peer),
             );
-            AlltoallStream {
+            AlltoallLinkProgress {
                 out: MessageProgress::new(ours.len()),
                 incoming: MessageProgress::new(theirs.len()),
                 ours,
@@ -75,8 +75,8 @@ impl CollectiveJob for AlltoallJob {
             // itself.
             let index = (peers.member + k) % links.len();
             let (link, stream) = (&mut links[index], &mut self.streams[index]);
-            let AlltoallStream { out, incoming, ours, theirs } = stream;
-            any |= out.send_at_most(ALLTOALL_PIECE_BYTES, &mut *link.sender, |at, to| {
+            let AlltoallLinkProgress { out, incoming, ours, theirs } = stream;
+            any |= out.send_at_most_bytes(ALLTOALL_PIECE_BYTES, &mut *link.sender, |at, to| {
                 ours.read_at(at, to)
             })?;
             any |= incoming
@@ -88,8 +88,9 @@ impl CollectiveJob for AlltoallJob {
 
     fn used_links(&self, _peers: &PeerLinks) -> Vec<usize> {
         // Links are opened on demand, and a pair of members without bytes needs none.
-        let is_used =
-            |stream: &AlltoallStream| !stream.out.is_finished() || !stream.incoming.is_finished();
+        let is_used = |stream: &AlltoallLinkProgress| {
+            !stream.out.is_finished() || !stream.incoming.is_finished()
+        };
         (0..self.streams.len()).filter(|link| is_used(&self.streams[*link])).collect()
     }
 }

@@ -114,25 +114,25 @@ fn parent_and_children(
 
 fn choose_tree(size: usize, flat_up_to: usize, bytes: usize) -> fn(usize, usize) -> TreeNeighbours {
     if size <= flat_up_to {
-        flat_tree
+        flat_tree_neighbours
     } else if bytes <= MAX_BINOMIAL_BYTES {
-        binomial_tree
+        binomial_tree_neighbours
     } else {
-        chain_tree
+        chain_tree_neighbours
     }
 }
 
-fn flat_tree(position: usize, size: usize) -> TreeNeighbours {
+fn flat_tree_neighbours(position: usize, size: usize) -> TreeNeighbours {
     if position == 0 { (None, (1..size).collect()) } else { (Some(0), Vec::new()) }
 }
 
-fn chain_tree(position: usize, size: usize) -> TreeNeighbours {
+fn chain_tree_neighbours(position: usize, size: usize) -> TreeNeighbours {
     (position.checked_sub(1), (position + 1..size).take(1).collect())
 }
 
 /// Returns the neighbours in a binomial tree. The parent has the position without the lowest set
 /// bit. The children have the position plus one lower bit, the largest subtree first.
-fn binomial_tree(position: usize, size: usize) -> TreeNeighbours {
+fn binomial_tree_neighbours(position: usize, size: usize) -> TreeNeighbours {
     let lowest =
         if position == 0 { size.next_power_of_two() } else { 1 << position.trailing_zeros() };
     let parent = (position > 0).then(|| position - lowest);
@@ -193,7 +193,7 @@ mod tests {
 
     #[test]
     fn every_tree_reaches_every_member_once_and_agrees_on_parents() {
-        for tree in [flat_tree, chain_tree, binomial_tree] {
+        for tree in [flat_tree_neighbours, chain_tree_neighbours, binomial_tree_neighbours] {
             for size in 1..20 {
                 let mut fed = vec![0; size];
                 for position in 0..size {

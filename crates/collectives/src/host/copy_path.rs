@@ -86,11 +86,11 @@ impl RingCopier {
             to.copy_from_slice(from);
         }
         let nanoseconds = began.elapsed().as_nanos().max(1);
-        self.record_speed(from.len() as f32 / nanoseconds as f32);
+        self.record_copy_speed(from.len() as f32 / nanoseconds as f32);
     }
 
     /// Records the speed of a copy, in bytes per nanosecond.
-    fn record_speed(&mut self, speed: f32) {
+    fn record_copy_speed(&mut self, speed: f32) {
         self.path = match self.path {
             CopyPath::Cached { .. } if speed >= SLOW_COPY_BYTES_PER_NS => INITIAL_COPY_PATH,
             CopyPath::Cached { slow, fastest } if slow + 1 < SLOW_COPIES_BEFORE_SWITCH => {
@@ -139,7 +139,7 @@ mod tests {
     }
 
     fn after(copies: &mut RingCopier, count: u32, speed: f32) -> bool {
-        (0..count).for_each(|_| copies.record_speed(speed));
+        (0..count).for_each(|_| copies.record_copy_speed(speed));
         copies.is_nontemporal()
     }
 

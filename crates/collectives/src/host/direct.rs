@@ -11,12 +11,12 @@ use farandole_kernels::{BlockReducer, GatherList};
 
 use super::message::{MessageProgress, padded_bytes};
 use super::peers::{
-    CollectiveJob, PeerLinks, PollProgress, reduce_in_order, whole_unit_bytes,
+    CollectiveJob, PeerLinks, PollProgress, reduce_in_member_order, whole_unit_bytes,
     with_incoming_windows,
 };
 use crate::Result;
 
-pub(super) struct DirectJob {
+pub(super) struct DirectAllreduceJob {
     reducer: BlockReducer,
     outputs: GatherList,
     out: Vec<MessageProgress>,
@@ -25,7 +25,7 @@ pub(super) struct DirectJob {
     unsent: bool,
 }
 
-impl DirectJob {
+impl DirectAllreduceJob {
     pub(super) fn new(
         peers: &mut PeerLinks,
         reducer: BlockReducer,
@@ -43,7 +43,7 @@ impl DirectJob {
     }
 }
 
-impl CollectiveJob for DirectJob {
+impl CollectiveJob for DirectAllreduceJob {
     fn poll(&mut self, peers: &mut PeerLinks) -> Result<PollProgress> {
         let mut any = false;
         let PeerLinks { links, scratch, member, reductions, .. } = peers;
@@ -75,8 +75,8 @@ impl CollectiveJob for DirectJob {
             // at the end.
             let touched = (links.len() + 1 + 3) * payload;
             with_incoming_windows(links, |windows| {
-                if !reductions.record_instead(touched) {
-                    reduce_in_order(reducer, member, windows, 0..payload, packed, result);
+                if !reductions.record_if_simulating(touched) {
+                    reduce_in_member_order(reducer, member, windows, 0..payload, packed, result);
                 }
             })?;
             for link in &mut *links {

@@ -25,7 +25,7 @@ use super::peers::{CollectiveJob, PeerLinks, PollProgress, ReductionRecorder};
 use crate::Result;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum DoublingStep {
+enum DoublingAllreduceStep {
     /// Sends the input to the member that collects.
     SendInput { to: usize },
     /// Receives the inputs of the other members on this host.
@@ -47,10 +47,10 @@ enum DoublingStep {
     SendResult { to: usize },
 }
 
-pub(super) struct DoublingJob {
+pub(super) struct DoublingAllreduceJob {
     reducer: BlockReducer,
     outputs: GatherList,
-    steps: VecDeque<DoublingStep>,
+    steps: VecDeque<DoublingAllreduceStep>,
     /// Messages of the current step, sent and received.
     under_way: Option<Vec<(MessageProgress, MessageProgress)>>,
     /// Input of this member, later the result.
@@ -61,7 +61,7 @@ pub(super) struct DoublingJob {
     theirs: Vec<u8>,
 }
 
-impl DoublingJob {
+impl DoublingAllreduceJob {
     pub(super) fn new(
         peers: &PeerLinks,
         reducer: BlockReducer,
@@ -91,7 +91,7 @@ impl DoublingJob {
     fn step_traffic(
         &self,
         peers: &PeerLinks,
-        step: DoublingStep,
+        step: DoublingAllreduceStep,
     ) -> (std::ops::Range<usize>, usize, usize) {
         let (values, partial) = (self.values.len(), self.partial.len());
         let one = |member| {
@@ -99,23 +99,23 @@ impl DoublingJob {
             link..link + 1
         };
         match step {
-            DoublingStep::SendInput { to } | DoublingStep::SendResult { to } => {
+            DoublingAllreduceStep::SendInput { to } | DoublingAllreduceStep::SendResult { to } => {
                 (one(to), values, 0)
             }
-            DoublingStep::ReceiveResult { from } => (one(from), 0, values),
-            DoublingStep::CollectInputs => (peers.local_links(), 0, values),
-            DoublingStep::DistributeResult => (peers.local_links(), values, 0),
-            DoublingStep::SwapPartials { with, .. } => (one(with), partial, partial),
-            DoublingStep::SendPartial { to } => (one(to), partial, 0),
-            DoublingStep::ReceivePartial { from } => (one(from), 0, partial),
-            DoublingStep::ComputeResult => (0..0, 0, 0),
+            DoublingAllreduceStep::ReceiveResult { from } => (one(from), 0, values),
+            DoublingAllreduceStep::CollectInputs => (peers.local_links(), 0, values),
+            DoublingAllreduceStep::DistributeResult => (peers.local_links(), values, 0),
+            DoublingAllreduceStep::SwapPartials { with, .. } => (one(with), partial, partial),
+            DoublingAllreduceStep::SendPartial { to } => (one(to), partial, 0),
+            DoublingAllreduceStep::ReceivePartial { from } => (one(from), 0, partial),
+            DoublingAllreduceStep::ComputeResult => (0..0, 0, 0),
         }
     }
 
     /// Moves the bytes that a step sends and receives. Returns true when all of them have moved.
     fn exchange_step(
         &mut self,
-        step: DoublingStep,
+        step: DoublingAllreduceStep,
         links: &mut [Link],
         out: usize,
         incoming: usize,
@@ -127,17 +127,16 @@ impl DoublingJob {
         let mut over = true;
         for (k, (link, (out, incoming))) in links.iter_mut().zip(messages).enumerate() {
             let given = match step {
-                DoublingStep::SwapPartials { .. } | DoublingStep::SendPartial { .. } => {
-                    &self.partial
-                }
+                DoublingAllreduceStep::SwapPartials { .. }
+                | DoublingAllreduceStep::SendPartial { .. } => &self.partial,
                 _ => &self.values,
             };
             *any |= out.send_window(&mut *link.sender, |at, to| {
                 to.copy_from_slice(&given[at..at + to.len()])
             })?;
             let taken = match step {
-                DoublingStep::CollectInputs => &mut self.inputs[k],
-                DoublingStep::ReceiveResult { .. } => &mut self.values,
+                DoublingAllreduceStep::CollectInputs => &mut self.inputs[k],
+                DoublingAllreduceStep::ReceiveResult { .. } => &mut self.values,
                 _ => &mut self.theirs,
             };
             *any |= incoming.receive_window(&mut *link.receiver, |at, from| {
@@ -149,27 +148,30 @@ impl DoublingJob {
     }
 
     /// Computes the result of a step after its bytes have arrived.
-    fn finish_step(&mut self, step: DoublingStep, reductions: &mut ReductionRecorder) {
+    fn finish_step(&mut self, step: DoublingAllreduceStep, reductions: &mut ReductionRecorder) {
         let (values, partial) = (self.values.len(), self.partial.len());
         let touched = match step {
-            DoublingStep::CollectInputs => (self.inputs.len() + 1) * values + partial,
-            DoublingStep::SwapPartials { .. } | DoublingStep::ReceivePartial { .. } => 3 * partial,
-            DoublingStep::ComputeResult => partial + values,
+            DoublingAllreduceStep::CollectInputs => (self.inputs.len() + 1) * values + partial,
+            DoublingAllreduceStep::SwapPartials { .. }
+            | DoublingAllreduceStep::ReceivePartial { .. } => 3 * partial,
+            DoublingAllreduceStep::ComputeResult => partial + values,
             _ => return,
         };
-        if reductions.record_instead(touched) {
+        if reductions.record_if_simulating(touched) {
             return;
         }
         match step {
-            DoublingStep::CollectInputs => {
+            DoublingAllreduceStep::CollectInputs => {
                 // The collecting member is the first member of its host.
                 let own = std::iter::once(self.values.as_slice());
                 let inputs: Vec<&[u8]> = own.chain(self.inputs.iter().map(Vec::as_slice)).collect();
                 self.reducer.accumulate_inputs(&inputs, &mut self.partial);
             }
-            DoublingStep::SwapPartials { earlier: false, .. } => self.merge_partials(false),
-            DoublingStep::SwapPartials { earlier: true, .. }
-            | DoublingStep::ReceivePartial { .. } => self.merge_partials(true),
+            DoublingAllreduceStep::SwapPartials { earlier: false, .. } => {
+                self.merge_partials(false)
+            }
+            DoublingAllreduceStep::SwapPartials { earlier: true, .. }
+            | DoublingAllreduceStep::ReceivePartial { .. } => self.merge_partials(true),
             _ => self.reducer.finish_accumulators(&self.partial, &mut self.values),
         }
     }
@@ -185,49 +187,49 @@ impl DoublingJob {
 }
 
 /// Returns the steps of this member.
-fn plan_steps(hosts: &MembersByHost, member: usize) -> Vec<DoublingStep> {
+fn plan_steps(hosts: &MembersByHost, member: usize) -> Vec<DoublingAllreduceStep> {
     let (host, count) = (hosts.host_of(member), hosts.host_count());
     let first = |host: usize| hosts.host_members(host).start;
     if member != first(host) {
         return vec![
-            DoublingStep::SendInput { to: first(host) },
-            DoublingStep::ReceiveResult { from: first(host) },
+            DoublingAllreduceStep::SendInput { to: first(host) },
+            DoublingAllreduceStep::ReceiveResult { from: first(host) },
         ];
     }
     let full = 1 << count.checked_ilog2().unwrap_or(0);
     let folded = 2 * (count - full);
-    let mut steps = vec![DoublingStep::CollectInputs];
+    let mut steps = vec![DoublingAllreduceStep::CollectInputs];
     if host < folded && host % 2 == 1 {
         let with = first(host - 1);
         steps.extend([
-            DoublingStep::SendPartial { to: with },
-            DoublingStep::ReceiveResult { from: with },
-            DoublingStep::DistributeResult,
+            DoublingAllreduceStep::SendPartial { to: with },
+            DoublingAllreduceStep::ReceiveResult { from: with },
+            DoublingAllreduceStep::DistributeResult,
         ]);
         return steps;
     }
     if host < folded {
-        steps.push(DoublingStep::ReceivePartial { from: first(host + 1) });
+        steps.push(DoublingAllreduceStep::ReceivePartial { from: first(host + 1) });
     }
     // Places count the hosts that swap, and a pair is one place.
     let place = if host < folded { host / 2 } else { host - folded / 2 };
     let at = |place: usize| if place < folded / 2 { 2 * place } else { place + folded / 2 };
     for distance in std::iter::successors(Some(1), |d| Some(d * 2)).take_while(|d| *d < full) {
-        steps.push(DoublingStep::SwapPartials {
+        steps.push(DoublingAllreduceStep::SwapPartials {
             with: first(at(place ^ distance)),
             // The sums of lower places come first on both sides, so both get the same bits.
             earlier: place & distance == 0,
         });
     }
-    steps.push(DoublingStep::ComputeResult);
+    steps.push(DoublingAllreduceStep::ComputeResult);
     if host < folded {
-        steps.push(DoublingStep::SendResult { to: first(host + 1) });
+        steps.push(DoublingAllreduceStep::SendResult { to: first(host + 1) });
     }
-    steps.push(DoublingStep::DistributeResult);
+    steps.push(DoublingAllreduceStep::DistributeResult);
     steps
 }
 
-impl CollectiveJob for DoublingJob {
+impl CollectiveJob for DoublingAllreduceJob {
     fn poll(&mut self, peers: &mut PeerLinks) -> Result<PollProgress> {
         let mut any = false;
         while let Some(step) = self.steps.front().copied() {

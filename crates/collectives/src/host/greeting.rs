@@ -73,7 +73,7 @@ fn fnv1a_digest(bytes: impl IntoIterator<Item = u8>) -> u32 {
         .fold(0x811c_9dc5, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193))
 }
 
-fn greeting_words(parameters: GreetingParameters, rank: u32) -> [(&'static str, u32); 6] {
+fn greeting_fields(parameters: GreetingParameters, rank: u32) -> [(&'static str, u32); 6] {
     let GreetingParameters { size, hosts, algorithms } = parameters;
     [
         ("magic", GREETING_MAGIC),
@@ -87,7 +87,7 @@ fn greeting_words(parameters: GreetingParameters, rank: u32) -> [(&'static str, 
 
 fn encode_greeting(parameters: GreetingParameters, rank: u32, capacity: u64) -> [u8; UNIT_BYTES] {
     let mut greeting = [0; UNIT_BYTES];
-    for (at, (_, word)) in greeting_words(parameters, rank).into_iter().enumerate() {
+    for (at, (_, word)) in greeting_fields(parameters, rank).into_iter().enumerate() {
         greeting[at * 4..at * 4 + 4].copy_from_slice(&word.to_le_bytes());
     }
     greeting[24..32].copy_from_slice(&capacity.to_le_bytes());
@@ -104,7 +104,7 @@ fn decode_greeting(
         u32::from_le_bytes([greeting[at], greeting[at + 1], greeting[at + 2], greeting[at + 3]])
     };
     // Magic and version come first: the other numbers mean nothing in another version.
-    for (k, (what, value)) in greeting_words(parameters, rank).into_iter().enumerate() {
+    for (k, (what, value)) in greeting_fields(parameters, rank).into_iter().enumerate() {
         if word(k * 4) != value {
             return Err(match what {
                 "hosts" => "its communicator has members on other hosts than this one".to_owned(),

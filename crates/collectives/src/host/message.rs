@@ -56,11 +56,11 @@ impl MessageProgress {
         sender: &mut dyn LinkSender,
         fill: impl FnOnce(usize, &mut [u8]),
     ) -> Result<bool> {
-        self.send_at_most(usize::MAX, sender, fill)
+        self.send_at_most_bytes(usize::MAX, sender, fill)
     }
 
     /// Like [`MessageProgress::send_window`], but sends at most `most` bytes.
-    pub(super) fn send_at_most(
+    pub(super) fn send_at_most_bytes(
         &mut self,
         most: usize,
         sender: &mut dyn LinkSender,

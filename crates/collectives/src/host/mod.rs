@@ -92,7 +92,7 @@ impl HostCommunicator {
     /// `Shape` when two links lead to the same rank, a link leads to `rank`, or the size of a ring
     /// is not a multiple of `MESSAGE_ALIGNMENT`.
     pub fn new(rank: Rank, links: Vec<Link>) -> Result<Self> {
-        Ok(Self::from_peers(PeerLinks::new(rank, links, None)?))
+        Ok(Self::from_peer_links(PeerLinks::new(rank, links, None)?))
     }
 
     /// Like [`new`](Self::new), for members on several hosts. `hosts` has a number for every
@@ -102,10 +102,10 @@ impl HostCommunicator {
     /// # Errors
     /// Errors of `new`, and `Shape` when there are not as many hosts as members.
     pub fn across_hosts(rank: Rank, links: Vec<Link>, hosts: &[u32]) -> Result<Self> {
-        Ok(Self::from_peers(PeerLinks::new(rank, links, Some(hosts))?))
+        Ok(Self::from_peer_links(PeerLinks::new(rank, links, Some(hosts))?))
     }
 
-    fn from_peers(peers: PeerLinks) -> Self {
+    fn from_peer_links(peers: PeerLinks) -> Self {
         Self {
             peers,
             crossover: CrossoverTable::default(),
@@ -192,20 +192,22 @@ impl PlannedOperation {
     ) -> Result<Box<dyn CollectiveJob>> {
         Ok(match self {
             Self::Allreduce { reducer, inputs, outputs } if peers.member_count() == 1 => {
-                Box::new(single_member::SingleMemberJob::new(reducer, inputs, outputs))
+                Box::new(single_member::SingleMemberAllreduceJob::new(reducer, inputs, outputs))
             }
             Self::Allreduce { reducer, inputs, outputs } => {
                 match crossover.choose_algorithm(peers.shape, inputs.len(), peers.capacity) {
                     AllreduceAlgorithm::Pipeline
                         if in_place::is_in_place_candidate(peers, &outputs) =>
                     {
-                        Box::new(in_place::InPlaceJob::new(peers, reducer, inputs, outputs))
+                        Box::new(in_place::InPlaceAllreduceJob::new(
+                            peers, reducer, inputs, outputs,
+                        ))
                     }
                     algorithm => start_allreduce(algorithm, peers, reducer, inputs, outputs)?,
                 }
             }
             Self::Adasum { reducer, inputs, outputs, .. } if peers.member_count() == 1 => {
-                Box::new(single_member::SingleMemberJob::new(reducer, inputs, outputs))
+                Box::new(single_member::SingleMemberAllreduceJob::new(reducer, inputs, outputs))
             }
             Self::Adasum { reducer, tensors, inputs, outputs } => {
                 Box::new(adasum::AdasumJob::new(peers, reducer, &tensors, &inputs, outputs))
@@ -221,7 +223,7 @@ impl PlannedOperation {
             }
             Self::Reducescatter { reducer, segments, .. } if peers.member_count() == 1 => {
                 let (inputs, outputs) = gather_lists(segments);
-                Box::new(single_member::SingleMemberJob::new(reducer, inputs, outputs))
+                Box::new(single_member::SingleMemberAllreduceJob::new(reducer, inputs, outputs))
             }
             Self::Reducescatter { reducer, segments, bytes }
                 if reducescatter::across_hosts::is_worthwhile(
@@ -250,19 +252,19 @@ fn start_allreduce(
 ) -> Result<Box<dyn CollectiveJob>> {
     Ok(match algorithm {
         AllreduceAlgorithm::Direct => {
-            Box::new(direct::DirectJob::new(peers, reducer, inputs, outputs))
+            Box::new(direct::DirectAllreduceJob::new(peers, reducer, inputs, outputs))
         }
         AllreduceAlgorithm::Doubling => {
-            Box::new(doubling::DoublingJob::new(peers, reducer, &inputs, outputs))
+            Box::new(doubling::DoublingAllreduceJob::new(peers, reducer, &inputs, outputs))
         }
         AllreduceAlgorithm::Pipeline => {
-            Box::new(pipeline::PipelineJob::new(peers, reducer, inputs, outputs)?)
+            Box::new(pipeline::PipelinedAllreduceJob::new(peers, reducer, inputs, outputs)?)
         }
         AllreduceAlgorithm::Hierarchy => {
-            Box::new(hierarchy::HierarchyJob::new(peers, reducer, inputs, outputs)?)
+            Box::new(hierarchy::HierarchicalAllreduceJob::new(peers, reducer, inputs, outputs)?)
         }
         AllreduceAlgorithm::Halving => {
-            Box::new(halving::HalvingJob::new(peers, reducer, inputs, outputs)?)
+            Box::new(halving::HalvingAllreduceJob::new(peers, reducer, inputs, outputs)?)
         }
     })
 }

@@ -15,7 +15,7 @@ use farandole_world::Rank;
 use super::chunks::UNIT_BYTES;
 use super::copy_path::RingCopier;
 use super::hosts::MembersByHost;
-use crate::crossover::GroupShape;
+use crate::crossover::GroupHostLayout;
 use crate::{Error, Result};
 
 /// Links of a member. Members are numbered in rank order. Link `k` leads to member `k` if `k` is
@@ -29,14 +29,14 @@ pub(super) struct PeerLinks {
     pub(super) copies: Vec<RingCopier>,
     pub(super) hosts: MembersByHost,
     /// Shape of the group, for the choice of algorithms.
-    pub(super) shape: GroupShape,
+    pub(super) shape: GroupHostLayout,
     /// Parentheses of sums; `None` on one host.
     pub(super) orders: Option<Arc<HierarchicalOrder>>,
     /// Size of the smallest ring of this member. After the greeting: of the whole communicator,
     /// equal on all members.
     pub(super) capacity: usize,
     /// Blocks that jobs reuse.
-    pub(super) scratch: ScratchBlocks,
+    pub(super) scratch: ReusedBlocksAndCaches,
     /// Whether some links open only at their first use.
     pub(super) on_demand: bool,
     pub(super) reductions: ReductionRecorder,
@@ -59,14 +59,14 @@ impl ReductionRecorder {
 
     /// Called before a reduction that reads and writes this number of bytes. Returns true in a
     /// simulation: the reduction is recorded, and nobody needs its result.
-    pub(super) fn record_instead(&mut self, bytes: usize) -> bool {
+    pub(super) fn record_if_simulating(&mut self, bytes: usize) -> bool {
         self.0.as_mut().map(|record| record(bytes)).is_some()
     }
 }
 
 /// State that operations reuse: blocks for packed tensors, results and partials, and caches.
 #[derive(Default)]
-pub(super) struct ScratchBlocks {
+pub(super) struct ReusedBlocksAndCaches {
     pub(super) packed: Vec<u8>,
     pub(super) result: Vec<u8>,
     /// Partials of the next hierarchy or halving.
@@ -144,7 +144,7 @@ impl PeerLinks {
         let hosts = MembersByHost::new(numbers, member);
         let orders =
             (hosts.host_count() > 1).then(|| Arc::new(HierarchicalOrder::new(&hosts.host_sizes())));
-        let shape = GroupShape {
+        let shape = GroupHostLayout {
             members: size,
             hosts: hosts.host_count(),
             largest_host_size: hosts.largest_host_size(),
@@ -159,7 +159,7 @@ impl PeerLinks {
             shape,
             orders,
             capacity,
-            scratch: ScratchBlocks::default(),
+            scratch: ReusedBlocksAndCaches::default(),
             on_demand,
             reductions: ReductionRecorder::default(),
         })
@@ -237,7 +237,7 @@ const MAX_STACK_INPUTS: usize = 16;
 
 /// Reduces blocks of equal length in member order; `own` takes this member's position among the
 /// blocks in `others`.
-pub(super) fn reduce_in_order(
+pub(super) fn reduce_in_member_order(
     reducer: &BlockReducer,
     member: usize,
     others: &[&[u8]],

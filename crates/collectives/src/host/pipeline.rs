@@ -32,7 +32,8 @@ use farandole_transport::Link;
 use super::chunks::{MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, UNIT_BYTES, part_start};
 use super::copy_path::RingCopier;
 use super::peers::{
-    CollectiveJob, PeerLinks, PollProgress, reduce_in_order, whole_unit_bytes, with_all_windows,
+    CollectiveJob, PeerLinks, PollProgress, reduce_in_member_order, whole_unit_bytes,
+    with_all_windows,
 };
 use super::position::MessagePosition;
 use crate::Result;
@@ -107,24 +108,24 @@ fn chunk_bytes(part: usize, capacity: usize) -> usize {
     overlapping.clamp(MIN_CHUNK_BYTES, MAX_CHUNK_BYTES).min(fits)
 }
 
-pub(super) struct PipelineJob {
+pub(super) struct PipelinedAllreduceJob {
     reducer: BlockReducer,
     inputs: GatherList,
     outputs: GatherList,
     past_caches: bool,
     cut: PipelineSchedule,
     member: usize,
-    streams: Vec<PipelineStream>,
+    streams: Vec<PipelineLinkPositions>,
 }
 
 /// Positions in the message sequences of one link.
-struct PipelineStream {
+struct PipelineLinkPositions {
     peer: usize,
     writing: MessagePosition,
     reading: MessagePosition,
 }
 
-impl PipelineJob {
+impl PipelinedAllreduceJob {
     pub(super) fn new(
         peers: &PeerLinks,
         reducer: BlockReducer,
@@ -136,7 +137,7 @@ impl PipelineJob {
         let member = peers.member;
         let stream = |link: usize| {
             let peer = peers.member_of_link(link);
-            PipelineStream {
+            PipelineLinkPositions {
                 peer,
                 writing: cut.seek_message(0, peer, member),
                 reading: cut.seek_message(0, member, peer),
@@ -157,8 +158,8 @@ impl PipelineJob {
         link: &mut Link,
         copies: &mut RingCopier,
     ) -> Result<bool> {
-        let PipelineStream { peer, writing, .. } = &mut self.streams[index];
-        let Some(t) = writing.early_chunk() else { return Ok(false) };
+        let PipelineLinkPositions { peer, writing, .. } = &mut self.streams[index];
+        let Some(t) = writing.operand_chunk() else { return Ok(false) };
         let (start, inputs) = (self.cut.chunk_extent(*peer, t).0, &self.inputs);
         let put = |at, to: &mut [u8]| copies.copy_from_list(inputs, start + at, to);
         let any = writing.message.send_window(&mut *link.sender, put)?;
@@ -170,8 +171,8 @@ impl PipelineJob {
 
     /// Stores the results that the peer has reduced.
     fn receive_results(&mut self, index: usize, link: &mut Link) -> Result<bool> {
-        let PipelineStream { peer, reading, .. } = &mut self.streams[index];
-        let Some(t) = reading.late_chunk(LOOKAHEAD_CHUNKS) else { return Ok(false) };
+        let PipelineLinkPositions { peer, reading, .. } = &mut self.streams[index];
+        let Some(t) = reading.result_chunk(LOOKAHEAD_CHUNKS) else { return Ok(false) };
         let (start, outputs) = (self.cut.chunk_extent(*peer, t).0, &self.outputs);
         let store =
             if self.past_caches { GatherList::write_nontemporal } else { GatherList::write_at };
@@ -188,11 +189,11 @@ impl PipelineJob {
     fn reduce_own_part(&mut self, peers: &mut PeerLinks) -> Result<bool> {
         let PeerLinks { links, copies, scratch, reductions, .. } = peers;
         let Some(first) = self.streams.first() else { return Ok(false) };
-        let Some(t) = first.writing.late_chunk(LOOKAHEAD_CHUNKS) else { return Ok(false) };
+        let Some(t) = first.writing.result_chunk(LOOKAHEAD_CHUNKS) else { return Ok(false) };
         let message = first.writing.message;
-        let in_step = |stream: &PipelineStream| {
-            stream.writing.late_chunk(LOOKAHEAD_CHUNKS) == Some(t)
-                && stream.reading.early_chunk() == Some(t)
+        let in_step = |stream: &PipelineLinkPositions| {
+            stream.writing.result_chunk(LOOKAHEAD_CHUNKS) == Some(t)
+                && stream.reading.operand_chunk() == Some(t)
         };
         if !self.streams.iter().all(in_step) {
             return Ok(false);
@@ -213,7 +214,7 @@ impl PipelineJob {
             let payload = message.payload_bytes(wire);
             // Reads the inputs of all members, and writes the result to the output and to the
             // windows of the others.
-            if wire > 0 && reductions.record_instead(2 * (incoming.len() + 1) * payload) {
+            if wire > 0 && reductions.record_if_simulating(2 * (incoming.len() + 1) * payload) {
                 return wire;
             }
             for from in (0..payload).step_by(REDUCTION_BLOCK_BYTES) {
@@ -226,7 +227,7 @@ impl PipelineJob {
                 inputs.visit_range(start + from, block.len(), |offset, own| {
                     let here = from + offset..from + offset + own.len();
                     let out = &mut result[offset..offset + own.len()];
-                    reduce_in_order(reducer, *member, incoming, here, own, out);
+                    reduce_in_member_order(reducer, *member, incoming, here, own, out);
                 });
                 store(outputs, start + from, result);
                 let first = copies.len() - others.len();
@@ -260,7 +261,7 @@ impl PipelineJob {
     }
 }
 
-impl PipelineJob {
+impl PipelinedAllreduceJob {
     /// Sends inputs that fit into the windows, before anything is received. Returns true if any
     /// bytes were sent.
     pub(super) fn send_inputs(&mut self, peers: &mut PeerLinks) -> Result<bool> {
@@ -276,7 +277,7 @@ impl PipelineJob {
     }
 }
 
-impl CollectiveJob for PipelineJob {
+impl CollectiveJob for PipelinedAllreduceJob {
     fn poll(&mut self, peers: &mut PeerLinks) -> Result<PollProgress> {
         // First, because peers can reduce nothing before they have the inputs.
         let mut any = self.send_inputs(peers)?;
@@ -286,8 +287,9 @@ impl CollectiveJob for PipelineJob {
             let index = (self.member + k) % links.len();
             any |= self.receive_results(index, &mut links[index])?;
         }
-        let over =
-            |stream: &PipelineStream| stream.writing.is_at_end() && stream.reading.is_at_end();
+        let over = |stream: &PipelineLinkPositions| {
+            stream.writing.is_at_end() && stream.reading.is_at_end()
+        };
         let done = self.streams.iter().all(over);
         Ok(PollProgress { any, done })
     }
@@ -325,11 +327,11 @@ mod tests {
             let (mut posted, mut reduced) = (0, 0);
             while !writing.is_at_end() {
                 assert_eq!(writing, reading);
-                match writing.early_chunk() {
+                match writing.operand_chunk() {
                     Some(t) => posted += cut.chunk_extent(2, t).1,
                     None => {
                         reduced +=
-                            cut.chunk_extent(1, writing.late_chunk(LOOKAHEAD_CHUNKS).unwrap()).1
+                            cut.chunk_extent(1, writing.result_chunk(LOOKAHEAD_CHUNKS).unwrap()).1
                     }
                 }
                 writing = cut.seek_message(writing.next_slot(), 2, 1);

@@ -51,23 +51,23 @@ impl MessagePosition {
     }
 
     /// Returns the chunk whose input or partials are at this position.
-    pub(super) fn early_chunk(self) -> Option<usize> {
+    pub(super) fn operand_chunk(self) -> Option<usize> {
         (!self.is_at_end() && self.slot.is_multiple_of(2)).then_some(self.slot / 2)
     }
 
     /// Returns the chunk whose result is at this position.
-    pub(super) fn late_chunk(self, ahead: usize) -> Option<usize> {
+    pub(super) fn result_chunk(self, ahead: usize) -> Option<usize> {
         let is_late = !self.is_at_end() && self.slot % 2 == 1;
         is_late.then(|| self.slot / 2 - ahead)
     }
 
     /// Returns whether the early message of a chunk was before this position.
-    pub(super) fn is_past_early_message(self, chunk: usize) -> bool {
+    pub(super) fn is_past_operand_message(self, chunk: usize) -> bool {
         self.slot > 2 * chunk
     }
 
     /// Returns whether the late message of a chunk was before this position.
-    pub(super) fn is_past_late_message(self, ahead: usize, chunk: usize) -> bool {
+    pub(super) fn is_past_result_message(self, ahead: usize, chunk: usize) -> bool {
         self.slot > 2 * (chunk + ahead) + 1
     }
 }

@@ -26,10 +26,10 @@ use super::halving::HalvingSchedule;
 use super::hierarchy::HierarchySchedule;
 use super::hosts::MembersByHost;
 use super::message::padded_bytes;
-use super::peers::{CollectiveJob, PeerLinks, ReductionRecorder, ScratchBlocks};
+use super::peers::{CollectiveJob, PeerLinks, ReductionRecorder, ReusedBlocksAndCaches};
 use super::pipeline::PipelineSchedule;
 use super::start_allreduce;
-use crate::crossover::GroupShape;
+use crate::crossover::GroupHostLayout;
 use crate::{AllreduceAlgorithm, CrossoverTable, Result};
 
 /// Size of a partial sum of `float32` as a multiple of the size of an element.
@@ -83,8 +83,11 @@ impl AllreducePlan {
     ) -> Option<Self> {
         let hosts = MembersByHost::new(host_numbers, 0);
         let (members, host_count) = (host_numbers.len(), hosts.host_count());
-        let shape =
-            GroupShape { members, hosts: host_count, largest_host_size: hosts.largest_host_size() };
+        let shape = GroupHostLayout {
+            members,
+            hosts: host_count,
+            largest_host_size: hosts.largest_host_size(),
+        };
         let algorithm = if members < 2 {
             None
         } else {
@@ -131,7 +134,7 @@ impl AllreducePlan {
 
     /// Returns whether all hosts do the same, so that one host can represent all: see
     /// [`AllreducePlan::start_on_last_host`].
-    pub fn is_foldable(&self) -> bool {
+    pub fn has_equivalent_hosts(&self) -> bool {
         let sizes = self.hosts.host_sizes();
         let equal = sizes.len() > 1 && sizes.iter().all(|size| *size == sizes[0]);
         match self.chosen_algorithm() {
@@ -168,7 +171,7 @@ impl AllreducePlan {
 pub struct SimulatedAllreduce {
     /// Links of the polled member.
     peers: PeerLinks,
-    records: SharedRecords,
+    records: SharedSimulationRecords,
     first_member: usize,
     members: Vec<SimulatedMember>,
 }
@@ -176,14 +179,14 @@ pub struct SimulatedAllreduce {
 /// State of a member while others are polled.
 struct SimulatedMember {
     hosts: MembersByHost,
-    scratch: ScratchBlocks,
+    scratch: ReusedBlocksAndCaches,
     /// `None` when the allreduce is done.
     job: Option<Box<dyn CollectiveJob>>,
 }
 
 impl SimulatedAllreduce {
     fn start(plan: &AllreducePlan, members: Range<usize>) -> Result<Self> {
-        let records = SharedRecords::default();
+        let records = SharedSimulationRecords::default();
         let others = plan.member_count() - 1;
         let longest_window = padded_bytes(plan.bytes).min(plan.capacity).min(MAX_CHUNK_BYTES);
         let zeros: Arc<[u8]> = vec![0; longest_window].into();
@@ -215,25 +218,25 @@ impl SimulatedAllreduce {
         for member in members {
             let state = SimulatedMember {
                 hosts: MembersByHost::new(&plan.host_numbers, member),
-                scratch: ScratchBlocks::default(),
+                scratch: ReusedBlocksAndCaches::default(),
                 job: None,
             };
             allreduce.members.push(state);
             let Some(algorithm) = plan.chosen_algorithm() else { continue };
-            allreduce.swap_member(member);
+            allreduce.swap_in_member_state(member);
             let peers = &mut allreduce.peers;
             let orders = peers.orders.clone();
             let reducer =
                 BlockReducer::with_order(reduction, InstructionSet::best_available(), orders)?;
             let job = start_allreduce(algorithm, peers, reducer, tensor(), tensor())?;
-            allreduce.swap_member(member);
+            allreduce.swap_in_member_state(member);
             allreduce.members[member - allreduce.first_member].job = Some(job);
         }
         Ok(allreduce)
     }
 
     /// Exchanges the state of a member with that of the links.
-    fn swap_member(&mut self, member: usize) {
+    fn swap_in_member_state(&mut self, member: usize) {
         let state = &mut self.members[member - self.first_member];
         std::mem::swap(&mut self.peers.hosts, &mut state.hosts);
         std::mem::swap(&mut self.peers.scratch, &mut state.scratch);
@@ -259,7 +262,7 @@ impl SimulatedAllreduce {
         let Some(mut job) = self.members[member - self.first_member].job.take() else {
             return Ok(Vec::new());
         };
-        self.swap_member(member);
+        self.swap_in_member_state(member);
         let polled = loop {
             match job.poll(&mut self.peers) {
                 // Some steps of a job move no bytes.
@@ -268,7 +271,7 @@ impl SimulatedAllreduce {
                 polled => break polled,
             }
         };
-        self.swap_member(member);
+        self.swap_in_member_state(member);
         if !polled?.done {
             self.members[member - self.first_member].job = Some(job);
         }
@@ -283,10 +286,10 @@ impl SimulatedAllreduce {
 
 /// Records that all links of a simulation share.
 #[derive(Clone, Default)]
-struct SharedRecords(Arc<Mutex<MemberRecords>>);
+struct SharedSimulationRecords(Arc<Mutex<SimulatedMemberRecords>>);
 
 #[derive(Default)]
-struct MemberRecords {
+struct SimulatedMemberRecords {
     /// The polled member, and its actions.
     member: usize,
     actions: Vec<MemberAction>,
@@ -296,13 +299,13 @@ struct MemberRecords {
     arrived: HashMap<(usize, usize), u64>,
 }
 
-impl SharedRecords {
-    fn lock(&self) -> MutexGuard<'_, MemberRecords> {
+impl SharedSimulationRecords {
+    fn lock(&self) -> MutexGuard<'_, SimulatedMemberRecords> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl MemberRecords {
+impl SimulatedMemberRecords {
     fn reduce(&mut self, bytes: usize) {
         self.actions.push(MemberAction::Reduce { bytes: bytes as u64 });
         self.in_reduction = true;
@@ -322,7 +325,7 @@ impl MemberRecords {
 /// One half of a link, which the polled member uses. Nobody reads or writes the bytes of windows.
 struct SimulatedLinkEnd {
     link: usize,
-    records: SharedRecords,
+    records: SharedSimulationRecords,
     /// The longest window with bytes that have arrived, of all links.
     zeros: Arc<[u8]>,
     /// The window to be filled. Empty until it is needed, because most links carry no messages.

@@ -11,19 +11,19 @@ use crate::Result;
 /// Bytes that are reduced at a time: a whole number of elements of any type.
 const SINGLE_MEMBER_BLOCK_BYTES: usize = 32 << 10;
 
-pub(super) struct SingleMemberJob {
+pub(super) struct SingleMemberAllreduceJob {
     reducer: BlockReducer,
     inputs: GatherList,
     outputs: GatherList,
 }
 
-impl SingleMemberJob {
+impl SingleMemberAllreduceJob {
     pub(super) fn new(reducer: BlockReducer, inputs: GatherList, outputs: GatherList) -> Self {
         Self { reducer, inputs, outputs }
     }
 }
 
-impl CollectiveJob for SingleMemberJob {
+impl CollectiveJob for SingleMemberAllreduceJob {
     fn poll(&mut self, peers: &mut PeerLinks) -> Result<PollProgress> {
         let reduction = self.reducer.reduction_spec();
         let plain = reduction.prescale == 1.0 && reduction.postscale == 1.0;

@@ -118,7 +118,12 @@ fn a_rank_with_zeros_changes_nothing() {
         let own = elements(DataType::F32, 500, 7);
         let mut bytes = own.clone();
         if rank.0 != 1 {
-            farandole_kernels::fill_neutral(DataType::F32, ReduceOp::Adasum, &mut bytes).unwrap();
+            farandole_kernels::fill_with_neutral_element(
+                DataType::F32,
+                ReduceOp::Adasum,
+                &mut bytes,
+            )
+            .unwrap();
         }
         let tensor = Tensor::new(&bytes, true);
         let operation = allreduce(DataType::F32, ReduceOp::Adasum, std::slice::from_ref(&tensor));

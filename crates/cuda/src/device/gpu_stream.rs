@@ -118,7 +118,7 @@ impl ResultMemory for GpuResultMemory {
         }
     }
 
-    fn fetch_on_stream(
+    fn copy_out_then_release(
         &self,
         to: &Buffer,
         reached: Option<&Arc<dyn DeviceEvent>>,

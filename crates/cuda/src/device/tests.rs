@@ -12,7 +12,7 @@ use farandole_testkit::{contents, filled};
 pub(crate) use self::fake_driver::{break_one, driver, log};
 use self::fake_driver::{carry_out, fake, table};
 use super::*;
-use crate::driver::{DriverTable, PoolSettings};
+use crate::driver::{DriverTable, MemoryPoolProperties};
 use crate::nccl::CommunicatorStream as _;
 
 /// Returns a buffer that claims to be on a device: its memory plays the device's.
@@ -230,13 +230,16 @@ fn a_result_of_unknown_size_is_fetched_behind_its_event_and_its_memory_given_bac
     // SAFETY: the fake knows any stream.
     let reached = unsafe { gpu.record_event_after(8) }.unwrap();
     log();
-    room.fetch_on_stream(&on_device(&target, 0), Some(&reached), framework()).unwrap();
+    room.copy_out_then_release(&on_device(&target, 0), Some(&reached), framework()).unwrap();
     let steps = log();
     assert!(steps[0].starts_with("stream 9 waits for event"), "{steps:?}");
     assert_eq!(steps[1..], ["move 3 bytes on stream 9", "within", "give back on stream 9", "free"]);
     fake(|fake| carry_out(fake, usize::MAX));
     assert_eq!(contents(&target), [1, 2, 3]);
-    assert!(room.fetch_on_stream(&on_device(&target, 0), None, framework()).is_err(), "only once");
+    assert!(
+        room.copy_out_then_release(&on_device(&target, 0), None, framework()).is_err(),
+        "only once"
+    );
     drop(room);
     assert_eq!(fake(|fake| fake.given), 1);
 }
@@ -256,13 +259,14 @@ fn a_result_is_fetched_whole_or_not_at_all() {
     for to in
         [on_device(&target, 0), on_device(&target, 1).slice(0, 3), target.as_buffer().slice(0, 3)]
     {
-        let error = room.fetch_on_stream(&to, None, framework()).unwrap_err();
+        let error = room.copy_out_then_release(&to, None, framework()).unwrap_err();
         assert!(error.to_string().contains("3 bytes of device 0 are fetched to"), "{error}");
     }
     assert_eq!(log(), Vec::<String>::new());
     fake(|fake| fake.broken = Some("within"));
-    let error =
-        room.fetch_on_stream(&on_device(&target, 0).slice(0, 3), None, framework()).unwrap_err();
+    let error = room
+        .copy_out_then_release(&on_device(&target, 0).slice(0, 3), None, framework())
+        .unwrap_err();
     assert!(error.to_string().contains("cuMemcpyDtoDAsync failed on device 0"), "{error}");
     drop(room);
     assert_eq!(fake(|fake| fake.given), 1);
@@ -285,7 +289,9 @@ fn memory_for_results_comes_from_a_pool_that_keeps_some_when_streams_are_waited_
     drop((stream.allocate_result(3).unwrap(), stream.allocate_result(4).unwrap()));
     let steps = log();
     assert!(
-        steps[0].starts_with("PoolSettings { kind: 1, handles: 0, location_kind: 1, device: 1,"),
+        steps[0].starts_with(
+            "MemoryPoolProperties { kind: 1, handles: 0, location_kind: 1, device: 1,"
+        ),
         "{steps:?}"
     );
     let expected =
@@ -296,7 +302,7 @@ fn memory_for_results_comes_from_a_pool_that_keeps_some_when_streams_are_waited_
         ["from the pool", "take 4 bytes on stream 3", "allocate"],
         "there is one pool"
     );
-    assert_eq!((fake(|fake| fake.kept), size_of::<PoolSettings>()), (256 << 20, 88));
+    assert_eq!((fake(|fake| fake.kept), size_of::<MemoryPoolProperties>()), (256 << 20, 88));
     drop((stream, gpu));
     assert_eq!(log()[5..], ["pool_destroy", "release"]);
 }

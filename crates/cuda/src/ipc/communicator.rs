@@ -95,7 +95,7 @@ fn kernel_reduction(operation: &CollectiveOperation) -> Option<PieceReduction> {
         return None;
     };
     // Nothing goes from host to host here.
-    let op = op.without_inter_host_rounding();
+    let op = op.with_unrounded_partials();
     let scaled = prescale != 1.0 || postscale != 1.0;
     let truths = dtype == DataType::Bool && (op == ReduceOp::Average || scaled);
     let complex = matches!(dtype, DataType::C64 | DataType::C128);
@@ -297,7 +297,7 @@ impl<S: IpcDevice> IpcCommunicator<S> {
     }
 
     /// Puts all possible work on the stream.
-    fn enqueue_work(&mut self) -> Result<bool> {
+    fn enqueue_possible_work(&mut self) -> Result<bool> {
         let mut moved = false;
         while self.begin_next_operation()? {
             moved = true;
@@ -310,7 +310,7 @@ impl<S: IpcDevice> IpcCommunicator<S> {
             return Ok(moved);
         }
         let last = self.reduce_events.back().map(Arc::clone);
-        self.mark_launched(current.token, last, current.segments)?;
+        self.mark_operation_launched(current.token, last, current.segments)?;
         Ok(true)
     }
 
@@ -330,7 +330,7 @@ impl<S: IpcDevice> IpcCommunicator<S> {
         let lengths: Vec<usize> = segments.iter().map(|segment| segment.input.len()).collect();
         let pieces = split_into_pieces(&lengths, self.device.piece_bytes());
         if pieces.is_empty() {
-            self.mark_launched(token, None, segments)?;
+            self.mark_operation_launched(token, None, segments)?;
             return Ok(true);
         }
         self.current = Some(IpcOperation {
@@ -386,7 +386,7 @@ impl<S: IpcDevice> IpcCommunicator<S> {
 
     /// Marks an operation as launched: all its work is on the stream. The work is done at the event
     /// `last` or, without one, at an event recorded now.
-    fn mark_launched(
+    fn mark_operation_launched(
         &mut self,
         token: OperationToken,
         last: Option<Arc<dyn DeviceEvent>>,
@@ -480,7 +480,10 @@ impl<S: IpcDevice> Communicator for IpcCommunicator<S> {
         }
     }
 
-    fn take_launched(&mut self, launched: &mut Vec<(OperationToken, Arc<dyn DeviceEvent>)>) {
+    fn take_launched_operations(
+        &mut self,
+        launched: &mut Vec<(OperationToken, Arc<dyn DeviceEvent>)>,
+    ) {
         launched.append(&mut self.launched);
     }
 
@@ -489,7 +492,7 @@ impl<S: IpcDevice> Communicator for IpcCommunicator<S> {
         !(self.fill_events.is_empty() && self.reduce_events.is_empty())
     }
 
-    fn drain_launched(&mut self, limit: Duration) {
+    fn wait_for_launched_operations(&mut self, limit: Duration) {
         drain_communicator(self, limit);
     }
 
@@ -499,7 +502,7 @@ impl<S: IpcDevice> Communicator for IpcCommunicator<S> {
             return Ok(moved);
         }
         moved |= self.publish_progress(completed)?;
-        moved |= self.enqueue_work()?;
+        moved |= self.enqueue_possible_work()?;
         if moved {
             self.waiting_since = Instant::now();
         } else if self.pending_count() > 0 {

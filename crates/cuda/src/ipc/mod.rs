@@ -68,7 +68,7 @@ pub(crate) fn decode_region_handle(bytes: &[u8]) -> Option<RegionHandle> {
 
 /// Returns a number that is equal for processes that find each other's regions; 0 if no other
 /// process finds the regions of this one.
-pub(crate) fn neighbourhood_id() -> u64 {
+pub(crate) fn region_namespace_id() -> u64 {
     use std::os::unix::fs::MetadataExt as _;
     let mut digest = Sha256::new();
     for kind in ["pid", "user", "ipc"] {

@@ -21,7 +21,7 @@ use super::communicator::IpcCommunicator;
 use super::mailbox::IpcMailbox;
 use super::member_device::{IpcDevice, PieceReduction, SLOTS_PER_WINDOW};
 use super::pieces::PieceSpan;
-use super::{REGION_HANDLE_BYTES, decode_region_handle, encode_region_handle, neighbourhood_id};
+use super::{REGION_HANDLE_BYTES, decode_region_handle, encode_region_handle, region_namespace_id};
 use crate::IpcMemoryHandle;
 
 const PIECE: usize = 32;
@@ -397,7 +397,7 @@ fn nothing_is_reduced_before_all_windows_are_filled_nor_overwritten_before_all_h
     settle(&mut all);
     assert_eq!(tensors[0].values()[0][0], 0.0, "the other's part is still on its way");
     let mut launched = Vec::new();
-    all[0].all.take_launched(&mut launched);
+    all[0].all.take_launched_operations(&mut launched);
     assert!(launched.is_empty());
     all[1].stream.work();
     settle(&mut all);
@@ -428,7 +428,7 @@ fn an_operation_is_reported_when_it_is_on_the_stream_and_completes_with_it() {
     all.iter().for_each(|member| member.stream.work());
     settle(&mut all);
     let mut launched = Vec::new();
-    all[0].all.take_launched(&mut launched);
+    all[0].all.take_launched_operations(&mut launched);
     let (token, event) = launched.pop().unwrap();
     assert_eq!(
         (token, event.is_ready().unwrap(), all[0].all.pending_count()),
@@ -595,5 +595,5 @@ fn a_region_handle_is_decoded_as_it_was_encoded() {
         (REGION_HANDLE_BYTES, Some(handle))
     );
     assert_eq!(decode_region_handle(&written[..REGION_HANDLE_BYTES - 1]), None);
-    assert_eq!(neighbourhood_id(), neighbourhood_id());
+    assert_eq!(region_namespace_id(), region_namespace_id());
 }

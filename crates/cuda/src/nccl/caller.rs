@@ -72,12 +72,12 @@ struct NcclCallQueue {
 }
 
 /// The owner's end.
-pub(super) struct NcclCaller {
+pub(super) struct NcclCallerHandle {
     calls: Arc<NcclCallQueue>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl NcclCaller {
+impl NcclCallerHandle {
     /// Begins the thread, and with it to form a communicator.
     ///
     /// # Errors
@@ -240,7 +240,7 @@ impl<L: CommunicatorStream> NcclCallerThread<L> {
             status =
                 unsafe { init(self.calls.comm.as_ptr(), members, self.id, me, &raw mut settings) };
         })?;
-        self.await_call("ncclCommInitRankConfig", status)
+        self.await_nccl_call("ncclCommInitRankConfig", status)
     }
 
     /// Puts an operation on the stream.
@@ -266,7 +266,7 @@ impl<L: CommunicatorStream> NcclCallerThread<L> {
             late = unsafe { calls.issue_group(&operation) };
         })?;
         if late.map_err(|error| error.to_string())? {
-            self.await_call("ncclGroupEnd", NCCL_IN_PROGRESS)?;
+            self.await_nccl_call("ncclGroupEnd", NCCL_IN_PROGRESS)?;
         }
         let event = self.stream.record_event().map_err(|error| error.to_string())?;
         Ok((token, event, operation))
@@ -284,7 +284,7 @@ impl<L: CommunicatorStream> NcclCallerThread<L> {
         let (calls, registry, mut done) = (&self.calls, &mut self.registry, Ok(true));
         let goes_on = || !calls.pending.lock().stopping;
         let within = self.stream.with_current_device(&mut || {
-            done = registry.register_operation(&self.nccl, comm, operation, goes_on)
+            done = registry.register_operation_buffers(&self.nccl, comm, operation, goes_on)
         });
         within.map_err(|error| error.to_string())?;
         match done.map_err(|error| error.to_string())? {
@@ -298,7 +298,7 @@ impl<L: CommunicatorStream> NcclCallerThread<L> {
     }
 
     /// Waits for a call that returned before it was done, until a limit is over.
-    fn await_call(&self, function: &'static str, mut status: i32) -> Result<(), String> {
+    fn await_nccl_call(&self, function: &'static str, mut status: i32) -> Result<(), String> {
         while status == NCCL_IN_PROGRESS {
             if self.calls.pending.lock().stopping {
                 return Err("it was given up".to_owned());

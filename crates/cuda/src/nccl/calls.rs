@@ -46,7 +46,7 @@ fn is_float(dtype: DataType) -> bool {
 }
 
 fn nccl_operator(op: ReduceOp) -> Option<i32> {
-    Some(match op.without_inter_host_rounding() {
+    Some(match op.with_unrounded_partials() {
         ReduceOp::Sum => NCCL_SUM,
         ReduceOp::Product => 1,
         ReduceOp::Max => 2,
@@ -64,7 +64,7 @@ pub fn is_nccl_operation(operation: &CollectiveOperation) -> bool {
         CollectiveOperation::Allreduce { dtype, op, prescale, postscale, .. }
         | CollectiveOperation::Reducescatter { dtype, op, prescale, postscale, .. } => {
             let scaled = *prescale != 1.0 || *postscale != 1.0;
-            let op = op.without_inter_host_rounding();
+            let op = op.with_unrounded_partials();
             let linear = matches!(op, ReduceOp::Sum | ReduceOp::Average);
             let complex = matches!(dtype, DataType::C64 | DataType::C128);
             nccl_type(*dtype).is_some()
@@ -109,7 +109,7 @@ pub(super) fn float8_reduction_support(
         _ => return None,
     };
     Some(
-        op.without_inter_host_rounding() != ReduceOp::Average
+        op.with_unrounded_partials() != ReduceOp::Average
             || (size.is_power_of_two() && size <= most),
     )
 }
@@ -182,7 +182,7 @@ impl NcclCallGroup<'_> {
             return Ok(((kind, parts), op_number, false));
         }
         // PreMulSum has no average, so its factor divides by the members.
-        if op.without_inter_host_rounding() == ReduceOp::Average {
+        if op.with_unrounded_partials() == ReduceOp::Average {
             factor /= self.size as f64;
         }
         let mut made = 0;

@@ -9,7 +9,7 @@
 //!      +------ refusal, deadline, an error of the network, abandon: abort ------> Over
 //! ```
 //!
-//! The thread of [`NcclCaller`] makes the calls. An enqueued operation is done when the event
+//! The thread of [`NcclCallerHandle`] makes the calls. An enqueued operation is done when the event
 //! behind it on the stream is reached. `ncclCommAbort` ends kernels that wait for a dead peer, so
 //! no GPU spins for ever.
 #![expect(unsafe_code, reason = "functions of libraries that are loaded at run time")]
@@ -23,7 +23,7 @@ use farandole_collectives::{
     Result, ResultMemory,
 };
 
-use super::caller::{NcclCaller, QueuedOperation, SubmittedOperation};
+use super::caller::{NcclCallerHandle, QueuedOperation, SubmittedOperation};
 use super::calls::{float8_reduction_support, is_nccl_operation};
 use super::communicator_stream::CommunicatorStream;
 use super::{NcclLibrary, UniqueId};
@@ -45,7 +45,7 @@ enum NcclCommunicatorState {
 pub struct NcclCommunicator<L: CommunicatorStream> {
     nccl: NcclLibrary,
     stream: Arc<L>,
-    caller: NcclCaller,
+    caller: NcclCallerHandle,
     size: usize,
     member: usize,
     /// All members' devices have room for results whose size was unknown before.
@@ -92,7 +92,7 @@ impl<L: CommunicatorStream> NcclCommunicator<L> {
         clock: fn() -> Instant,
     ) -> Result<Self> {
         let stream = Arc::new(stream);
-        let caller = NcclCaller::new(nccl.clone(), Arc::clone(&stream), id, (member, size));
+        let caller = NcclCallerHandle::new(nccl.clone(), Arc::clone(&stream), id, (member, size));
         let caller = caller.map_err(|error| {
             let reason =
                 format!("device {}: there is no thread for NCCL: {error}", stream.device_ordinal());
@@ -300,11 +300,14 @@ impl<L: CommunicatorStream> Communicator for NcclCommunicator<L> {
         }
     }
 
-    fn take_launched(&mut self, launched: &mut Vec<(OperationToken, Arc<dyn DeviceEvent>)>) {
+    fn take_launched_operations(
+        &mut self,
+        launched: &mut Vec<(OperationToken, Arc<dyn DeviceEvent>)>,
+    ) {
         launched.append(&mut self.launched);
     }
 
-    fn drain_launched(&mut self, limit: Duration) {
+    fn wait_for_launched_operations(&mut self, limit: Duration) {
         drain_communicator(self, limit);
     }
 

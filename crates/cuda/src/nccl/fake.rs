@@ -397,7 +397,7 @@ impl ResultMemory for FakeResultMemory {
         }
     }
 
-    fn fetch_on_stream(
+    fn copy_out_then_release(
         &self,
         _: &Buffer,
         _: Option<&Arc<dyn DeviceEvent>>,

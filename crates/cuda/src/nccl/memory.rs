@@ -129,7 +129,7 @@ impl RegisteredBlocks {
     /// Registers the memory of an operation for as long as the communicator lives; false if it must
     /// not do more. All members have theirs registered, or none: NCCL wants it so, and to fail is
     /// to fail for all.
-    pub(super) fn register_operation(
+    pub(super) fn register_operation_buffers(
         &mut self,
         nccl: &NcclLibrary,
         comm: Comm,

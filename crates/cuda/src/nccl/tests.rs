@@ -176,12 +176,12 @@ fn launched_work_is_reported_with_its_event_and_completes_later() {
     communicator.submit_after_events(OperationToken(4), plain(), vec![before]).unwrap();
     let (mut done, mut launched) = (Vec::new(), Vec::new());
     communicator.make_progress(&mut done).unwrap();
-    communicator.take_launched(&mut launched);
+    communicator.take_launched_operations(&mut launched);
     assert!(launched.is_empty(), "it is not formed");
     entered("init");
     with_fake(|fake| fake.alone = false);
     made(&mut communicator, &mut done).unwrap();
-    communicator.take_launched(&mut launched);
+    communicator.take_launched_operations(&mut launched);
     assert_eq!(
         take_calls()[..2],
         ["stream 0x33 waits", "{"],
@@ -191,9 +191,9 @@ fn launched_work_is_reported_with_its_event_and_completes_later() {
     assert!(done.is_empty() && !event.is_ready().unwrap());
     assert_eq!(communicator.pending_count(), 1);
     stream.finish_events(1);
-    communicator.drain_launched(PATIENCE);
+    communicator.wait_for_launched_operations(PATIENCE);
     assert!(event.is_ready().unwrap() && communicator.pending_count() == 0);
-    communicator.take_launched(&mut launched);
+    communicator.take_launched_operations(&mut launched);
     assert_eq!(launched.len(), 1, "each is told once");
 }
 
@@ -201,7 +201,7 @@ fn launched_work_is_reported_with_its_event_and_completes_later() {
 fn an_orderly_end_waits_for_launched_work_with_a_deadline() {
     let (mut communicator, _stream) = ready();
     call(&mut communicator, 1, plain());
-    communicator.drain_launched(Duration::from_millis(1));
+    communicator.wait_for_launched_operations(Duration::from_millis(1));
     assert_eq!(communicator.pending_count(), 1);
     communicator.abandon_operations();
     assert!(take_calls().contains(&"abort".to_owned()));
@@ -343,7 +343,7 @@ fn a_device_gets_only_as_much_work_as_it_accepts_without_waiting() {
     let (mut done, mut launched, began) = (Vec::new(), Vec::new(), Instant::now());
     while launched.len() < 256 {
         communicator.make_progress(&mut done).unwrap();
-        communicator.take_launched(&mut launched);
+        communicator.take_launched_operations(&mut launched);
         assert!(began.elapsed() < Duration::from_secs(20));
     }
     communicator.make_progress(&mut done).unwrap();

@@ -13,8 +13,8 @@ use std::process::Command;
 use std::sync::LazyLock;
 
 use farandole_cuda::{
-    ReductionInputs, SharedLibrary, TransferBatch, block_count_for, plan_transfers,
-    reduction_kernel_name, transfer_kernel_name,
+    PackLaunchArguments, ReductionInputs, SharedLibrary, block_count_for, pack_kernel_name,
+    plan_pack_launches, reduction_kernel_name,
 };
 use farandole_kernels::{DataType, ReduceOp, reduce_member_blocks};
 
@@ -109,13 +109,13 @@ fn elements(dtype: DataType, count: usize, seed: u64) -> Vec<u8> {
         .collect()
 }
 
-type Move = unsafe extern "C" fn(*const c_void, *const TransferBatch, u64, f64, u32);
+type Move = unsafe extern "C" fn(*const c_void, *const PackLaunchArguments, u64, f64, u32);
 
 fn run_move(name: &str, tensors: &[(u64, u64)], size: u64, base: u64, factor: f64) {
     // SAFETY: the type in `kernels.cpp`.
     let run: Move = unsafe { SHIM.find_function(c"run_move") }.unwrap();
     for batch in
-        plan_transfers(tensors, size).unwrap().0.iter().filter(|batch| batch.block_count() > 0)
+        plan_pack_launches(tensors, size).unwrap().0.iter().filter(|batch| batch.block_count() > 0)
     {
         // SAFETY: the tensors and the buffer live across the call, and are as large as the plan
         // says.
@@ -135,7 +135,7 @@ fn packs_and_unpacks(
     factor: f64,
     expected: impl Fn(&[u8]) -> Vec<u8>,
 ) {
-    let name = transfer_kernel_name(dtype, buffer, factor).unwrap();
+    let name = pack_kernel_name(dtype, buffer, factor).unwrap();
     let contents: Vec<Vec<u8>> =
         lengths().into_iter().zip(1..).map(|(count, seed)| elements(dtype, count, seed)).collect();
     // Every third tensor lies where its own type may, but not at a multiple of 16.
@@ -153,7 +153,7 @@ fn packs_and_unpacks(
     };
     let size = buffer.element_size() as u64;
     let all = list(&mut tensors);
-    let (_, bytes) = plan_transfers(&all, size).unwrap();
+    let (_, bytes) = plan_pack_launches(&all, size).unwrap();
     let mut packed = Tensor::new(0, &vec![GUARD; usize::try_from(bytes).unwrap()]);
     run_move(&format!("pack_{name}"), &all, size, packed.address(), factor);
     let whole = packed.content();

@@ -9,8 +9,8 @@ use std::collections::HashSet;
 
 use crate::wheels;
 use farandole_cuda::{
-    CudaLibrary, Error, KERNEL_SOURCE, KernelCache, NvrtcCompiler, reduction_kernel_name,
-    transfer_kernel_name,
+    CudaLibrary, Error, KERNEL_SOURCE, KernelCache, NvrtcCompiler, pack_kernel_name,
+    reduction_kernel_name,
 };
 use farandole_kernels::DataType;
 
@@ -50,12 +50,12 @@ fn compiles(compiler: &NvrtcCompiler, known: &[u32], arch: u32) {
     let has = |name: &str| names.contains(name.as_bytes());
     for dtype in DataType::ALL.into_iter().filter(|dtype| dtype.element_size() <= 8) {
         for side in ["pack", "unpack"] {
-            let name = format!("{side}_{}", transfer_kernel_name(dtype, dtype, 1.0).unwrap());
+            let name = format!("{side}_{}", pack_kernel_name(dtype, dtype, 1.0).unwrap());
             assert!(has(&name), "sm_{arch} lacks {name}");
         }
     }
     for half in [DataType::F16, DataType::Bf16] {
-        let name = format!("pack_{}", transfer_kernel_name(DataType::F32, half, 0.5).unwrap());
+        let name = format!("pack_{}", pack_kernel_name(DataType::F32, half, 0.5).unwrap());
         assert!(has(&name), "sm_{arch} lacks {name}");
     }
     let reduced = DataType::ALL.into_iter().filter_map(|dtype| reduction_kernel_name(dtype).ok());

@@ -58,7 +58,7 @@ pub(crate) struct ShuffleBlock {
 
 /// Rows of a lane that come in turn from the same blocks, one row of each.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct LaneSegment {
+pub(crate) struct InterleavedLaneRows {
     /// Range of rows, counted in the lane.
     pub(crate) rows: Range<u64>,
     /// Open blocks, and the first row taken of each.
@@ -69,7 +69,7 @@ pub(crate) struct LaneSegment {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct ShuffleLane {
     pub(crate) runs: Vec<ShuffleBlock>,
-    pub(crate) segments: Vec<LaneSegment>,
+    pub(crate) segments: Vec<InterleavedLaneRows>,
 }
 
 impl ShuffleLane {
@@ -90,7 +90,7 @@ impl ShuffleLane {
             // shortest block.
             let Some(shortest) = open.iter().map(left).min() else { break };
             let end = start + shortest * open.len() as u64;
-            stretches.push(LaneSegment { rows: start..end, open: open.clone() });
+            stretches.push(InterleavedLaneRows { rows: start..end, open: open.clone() });
             open.iter_mut().for_each(|(_, done)| *done += shortest);
             open.retain(|one| left(one) > 0);
             start = end;
@@ -214,7 +214,7 @@ impl LaneLayout {
         self.rows
     }
 
-    pub(crate) fn first_group(&self) -> Option<(usize, usize)> {
+    pub(crate) fn first_row_group(&self) -> Option<(usize, usize)> {
         self.blocks.first().map(|run| (run.file, run.group))
     }
 

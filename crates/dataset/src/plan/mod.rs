@@ -86,12 +86,12 @@ struct RankPhase {
 #[derive(Debug)]
 struct RankLane {
     /// Segments in ascending order of rows.
-    segments: Vec<RankSegment>,
+    segments: Vec<InterleavedRankRows>,
 }
 
 /// Rows of a rank's lane that come in turn from the same parts, one row of each.
 #[derive(Debug)]
-struct RankSegment {
+struct InterleavedRankRows {
     /// Range of rows, counted in the rank's rows of the lane.
     rows: Range<u64>,
     /// Open parts in turn, and the first row taken of each.
@@ -101,7 +101,7 @@ struct RankSegment {
 }
 
 /// Number of the part of each block, by lane and block; `None` before the part exists.
-type PartNumbers = Vec<Vec<Option<usize>>>;
+type PartNumberByBlock = Vec<Vec<Option<usize>>>;
 
 /// One rank's part of one epoch.
 #[derive(Debug)]
@@ -160,10 +160,10 @@ impl EpochPlan {
             tail: request.tail,
             padding: None,
         };
-        let mut numbers: PartNumbers =
+        let mut numbers: PartNumberByBlock =
             order.lanes.iter().map(|lane| vec![None; lane.runs.len()]).collect();
         for phase in 0..order.phases.len() {
-            plan.add_phase(&order, phase, (request.start_row + rank, size), &mut numbers);
+            plan.plan_rank_phase(&order, phase, (request.start_row + rank, size), &mut numbers);
         }
         plan.add_padding_part(lanes);
         Ok(plan)
@@ -171,12 +171,12 @@ impl EpochPlan {
 
     /// Adds the rows of a phase. The rows of this rank have the positions `first, first + size,
     /// ...`.
-    fn add_phase(
+    fn plan_rank_phase(
         &mut self,
         order: &EpochOrder,
         number: usize,
         (first, size): (u64, u64),
-        numbers: &mut PartNumbers,
+        numbers: &mut PartNumberByBlock,
     ) {
         let Some(phase) = order.phases.get(number) else { return };
         let own = |position: u64| position.saturating_sub(first).div_ceil(size).min(self.rows);
@@ -207,7 +207,7 @@ impl EpochPlan {
         order: &EpochOrder,
         (lane, first, stride): (u64, u64, u64),
         (rows, slot, turn): (&Range<u64>, u64, u64),
-        numbers: &mut PartNumbers,
+        numbers: &mut PartNumberByBlock,
     ) -> RankLane {
         let mut stretches = Vec::new();
         let (Some(lane), Some(numbers)) =
@@ -265,7 +265,7 @@ impl EpochPlan {
                 }
                 open.push((number, done + place / many));
             }
-            stretches.push(RankSegment { rows: low..high, open, stride: stride / common });
+            stretches.push(InterleavedRankRows { rows: low..high, open, stride: stride / common });
         }
         RankLane { segments: stretches }
     }
@@ -275,7 +275,7 @@ impl EpochPlan {
         let empty_end = self.tail == TailPolicy::Pad
             && self.steps > 0
             && self.rows <= (self.steps - 1) * self.batch_size;
-        if let (true, Some((file, group))) = (empty_end, lanes.first_group()) {
+        if let (true, Some((file, group))) = (empty_end, lanes.first_row_group()) {
             self.padding = Some(self.parts.len());
             let step = self.steps - 1;
             self.parts.push(PlanPart {
@@ -309,7 +309,7 @@ impl EpochPlan {
     /// Returns the smallest number of bytes that must be held at a time, if `bytes` returns the
     /// bytes of a part. The rows of a step may be copied part by part, in the order of
     /// [`EpochPlan::load_order`], and parts that are no longer needed are released for others.
-    pub fn min_held_bytes(&self, bytes: impl Fn(&PlanPart) -> u64) -> u64 {
+    pub fn min_resident_bytes(&self, bytes: impl Fn(&PlanPart) -> u64) -> u64 {
         // Kinds of parts in a step: last used in it, used only in it, first used in it and needed
         // later.
         let (ends, alone, begins) = (0_u8, 1, 2);

@@ -343,12 +343,16 @@ fn blocks_that_are_held_at_once_are_counted() {
         let plan =
             EpochPlan::new(&lanes, &EpochRequest { shuffle: false, ..request(0, 1, batch_size) })
                 .unwrap();
-        plan.min_held_bytes(|part| part.rows.end - part.rows.start)
+        plan.min_resident_bytes(|part| part.rows.end - part.rows.start)
     };
     // One after the other; in the last case a step takes two parts and the half of a third.
     assert_eq!([held(5), held(10), held(15), held(25)], [10, 10, 10, 10]);
     let plan = EpochPlan::new(&lanes, &request(0, 1, 8)).unwrap();
-    assert_eq!(plan.min_held_bytes(|part| part.rows.end - part.rows.start), 40, "all four in turn");
+    assert_eq!(
+        plan.min_resident_bytes(|part| part.rows.end - part.rows.start),
+        40,
+        "all four in turn"
+    );
 }
 
 #[test]
@@ -365,7 +369,7 @@ fn lanes_that_continue_with_their_next_blocks_at_once_need_no_room_for_both() {
             .max()
             .unwrap()
     };
-    let least = plan.min_held_bytes(|part| part.rows.end - part.rows.start);
+    let least = plan.min_resident_bytes(|part| part.rows.end - part.rows.start);
     assert!(least <= 50 * 64, "{least}: what is open");
     assert!(
         largest(plan.step_count()) > 90 * 64,

@@ -21,13 +21,13 @@ const RETRY_HELP_EVERY: u32 = 16;
 
 /// Record of whether help has completed operations in time.
 #[derive(Debug, Default)]
-pub(super) struct HelpBackoff {
+pub(super) struct InlineDriveBackoff {
     failed_helps: AtomicU32,
 }
 
-impl HelpBackoff {
+impl InlineDriveBackoff {
     /// Returns the time to help in this call.
-    fn next_help_budget(&self) -> Duration {
+    fn next_inline_drive_budget(&self) -> Duration {
         let vain = self.failed_helps.load(Ordering::Relaxed);
         if vain < MAX_FAILED_HELPS || vain.is_multiple_of(RETRY_HELP_EVERY) {
             HELP_BUDGET
@@ -53,14 +53,14 @@ impl Engine {
     ///
     /// # Errors
     /// Like [`Engine::submit_group`]; `later` is not called then.
-    pub fn submit_and_help(
+    pub fn submit_and_drive_briefly(
         &self,
         mut requests: Vec<CollectiveRequest>,
         later: impl FnOnce() -> Vec<Callback>,
     ) -> Result<Option<Vec<Result<RequestCompletion>>>> {
         self.check_original_process()?;
         // Before the submission: after it, the results would have no thread for their callbacks.
-        self.inner.callbacks.ensure_thread()?;
+        self.inner.callbacks.start_callback_thread_if_needed()?;
         let handles = match requests.pop() {
             // A group of one would have another signature than the request alone, and so no common
             // cache entry.
@@ -70,7 +70,7 @@ impl Engine {
                 self.admit_group(requests, Vec::new())?
             }
         };
-        let budget = self.help_backoff.next_help_budget();
+        let budget = self.help_backoff.next_inline_drive_budget();
         let results = if budget.is_zero() {
             self.inner.announce_submission();
             // Counts the call, so that help is tried again after RETRY_HELP_EVERY calls.
@@ -85,7 +85,7 @@ impl Engine {
         if results.len() == handles.len() {
             return Ok(Some(results));
         }
-        self.attach_callbacks(&handles, results, later());
+        self.deliver_or_attach_callbacks(&handles, results, later());
         Ok(None)
     }
 
@@ -106,7 +106,7 @@ impl Engine {
     }
 
     /// Passes `results` to the first callbacks, and attaches the others to the remaining handles.
-    pub(super) fn attach_callbacks(
+    pub(super) fn deliver_or_attach_callbacks(
         &self,
         handles: &[RequestHandle],
         results: Vec<Result<RequestCompletion>>,
@@ -136,14 +136,14 @@ mod tests {
 
     #[test]
     fn useless_help_becomes_rare_and_is_complete_again_once_it_pays() {
-        let backoff = HelpBackoff::default();
+        let backoff = InlineDriveBackoff::default();
         let given = || {
-            let budget = backoff.next_help_budget();
+            let budget = backoff.next_inline_drive_budget();
             backoff.record_outcome(false);
             !budget.is_zero()
         };
         assert_eq!((0..32).filter(|_| given()).count(), 4, "the first three, and the sixteenth");
         backoff.record_outcome(true);
-        assert_eq!(backoff.next_help_budget(), HELP_BUDGET);
+        assert_eq!(backoff.next_inline_drive_budget(), HELP_BUDGET);
     }
 }

@@ -5,11 +5,13 @@ use farandole_collectives::{CollectiveOperation, Communicator, HostCommunicator,
 use farandole_world::{FaultOrigin, HostHash};
 
 use super::*;
-use crate::{EngineSettings, ProcessSetOptions, ProgressHost, SilentObserver, StopCause};
+use crate::{
+    DriverParkingAndLiveness, EngineSettings, ProcessSetOptions, SilentObserver, StopCause,
+};
 
 struct Awake;
 
-impl ProgressHost for Awake {
+impl DriverParkingAndLiveness for Awake {
     fn prepare_park(&self) {}
     fn park(&self, _limit: Duration) {
         std::thread::yield_now();
@@ -107,7 +109,7 @@ fn a_callback_that_is_handed_over_after_the_end_is_called_all_the_same() {
     engine.shutdown();
     let (sender, results) = std::sync::mpsc::channel();
     let done: Callback = Box::new(move |result| sender.send(result.is_ok()).unwrap());
-    engine.attach_callbacks(&[handle], Vec::new(), vec![done]);
+    engine.deliver_or_attach_callbacks(&[handle], Vec::new(), vec![done]);
     assert!(results.try_recv().is_ok());
 }
 

@@ -11,7 +11,7 @@ use super::spin_budget::SpinBudget;
 use super::{DriveGoal, DriverState, EngineShared, HEARTBEAT_INTERVAL};
 use crate::StopCause;
 use crate::callbacks::Call;
-use crate::set::{FinishedRequest, ProcessSet, Step, answer_questions};
+use crate::set::{FinishedRequest, ProcessSet, Step, answer_stall_queries};
 use crate::submission_table::CheckedSubmission;
 
 /// Interval at which the driver checks deadlines.
@@ -24,7 +24,7 @@ const DEVICE_POLL_INTERVALS: (Duration, Duration) =
 const SUSPECT_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 impl EngineShared {
-    pub(super) fn drive_until(&self, driver: &mut DriverState, until: DriveGoal) {
+    pub(super) fn drive_until_goal(&self, driver: &mut DriverState, until: DriveGoal) {
         let mut spin = match until {
             DriveGoal::Done(..) => driver.spin_budget.spin_limit(),
             // The framework computes meanwhile: leave the core to it.
@@ -163,7 +163,7 @@ impl EngineShared {
         if driver.stopped {
             return false;
         }
-        match convert_panic(|| self.try_drive_step(driver, now)) {
+        match convert_panic_to_stop(|| self.try_drive_step(driver, now)) {
             Ok(moved) => moved,
             Err(cause) => {
                 self.stop_engine(driver, cause);
@@ -173,7 +173,7 @@ impl EngineShared {
     }
 
     /// Takes submissions and announces them, which is quick. Returns whether there were any.
-    fn enqueue_submissions(&self, driver: &mut DriverState) -> Step<bool> {
+    fn take_and_announce_submissions(&self, driver: &mut DriverState) -> Step<bool> {
         if !self.signals.take_queued_flag() {
             return Ok(false);
         }
@@ -186,24 +186,24 @@ impl EngineShared {
             if let Some(set) = driver.sets.iter_mut().find(|other| other.key == set) {
                 set.enqueue_entry(entry, signature, &mut driver.finished)?;
             }
-            self.post_finished(driver, set);
+            self.post_finished_requests(driver, set);
         }
         // After all submissions, so that one frame announces them together.
-        driver.sets.iter_mut().try_for_each(|set| set.send_announcement().map(drop))?;
+        driver.sets.iter_mut().try_for_each(|set| set.send_complete_announcements().map(drop))?;
         Ok(moved)
     }
 
     /// Announces submissions like a step, but moves no data: the callers must return soon.
-    pub(super) fn enqueue_or_stop(&self, driver: &mut DriverState) {
+    pub(super) fn announce_submissions_or_stop(&self, driver: &mut DriverState) {
         if !driver.stopped
-            && let Err(cause) = convert_panic(|| self.enqueue_submissions(driver))
+            && let Err(cause) = convert_panic_to_stop(|| self.take_and_announce_submissions(driver))
         {
             self.stop_engine(driver, cause);
         }
     }
 
     fn try_drive_step(&self, driver: &mut DriverState, now: Instant) -> Step<bool> {
-        let mut moved = self.enqueue_submissions(driver)?;
+        let mut moved = self.take_and_announce_submissions(driver)?;
         let due =
             driver.woken || now.saturating_duration_since(driver.last_tick) >= CLOCK_CHECK_INTERVAL;
         for index in 0..driver.sets.len() {
@@ -216,7 +216,7 @@ impl EngineShared {
             if let Some(cause) = set.departure_cause() {
                 self.submissions.lock().close_set(key, cause);
             }
-            self.post_finished(driver, key);
+            self.post_finished_requests(driver, key);
         }
         let past = &mut driver.removed_set_statistics;
         driver.sets.retain_mut(|set| {
@@ -227,7 +227,7 @@ impl EngineShared {
             !over
         });
         if due {
-            answer_questions(&mut driver.sets, now)?;
+            answer_stall_queries(&mut driver.sets, now)?;
             driver.last_tick = now;
             driver.woken = false;
             if let Err(error) = self.host.check_peers() {
@@ -240,7 +240,7 @@ impl EngineShared {
     }
 
     /// Posts the finished requests of a set, if any.
-    pub(super) fn post_finished(&self, driver: &mut DriverState, key: usize) {
+    pub(super) fn post_finished_requests(&self, driver: &mut DriverState, key: usize) {
         if !driver.finished.is_empty() {
             self.post_results(key, &mut driver.finished, &mut driver.calls);
             driver.results_posted += 1;
@@ -294,7 +294,7 @@ impl EngineShared {
         driver.results_posted += 1;
         let mut submissions = self.submissions.lock();
         if !orderly {
-            submissions.fail_unfinished(&cause, &mut driver.calls);
+            submissions.fail_unfinished_requests(&cause, &mut driver.calls);
         }
         self.changed.notify_all();
         drop(submissions);
@@ -309,6 +309,6 @@ fn ignore_panic(work: impl FnOnce()) {
 
 /// Turns a panic into a stop of the engine, on any driving thread. A panic is a bug, and peers
 /// would wait for an engine that works only in part.
-fn convert_panic(step: impl FnOnce() -> Step<bool>) -> Step<bool> {
+fn convert_panic_to_stop(step: impl FnOnce() -> Step<bool>) -> Step<bool> {
     catch_unwind(AssertUnwindSafe(step)).unwrap_or(Err(StopCause::Panicked))
 }

@@ -58,7 +58,7 @@ impl ProcessSet {
         let children = self.tree.children.len();
         // A leaf needs no tally: its own announcement is the one of its subtree.
         if children == 0 {
-            return self.complete_announcement(name, announcement, &[source]);
+            return self.queue_or_decide_announcement(name, announcement, &[source]);
         }
         let (me, below) = ([self.tree.me], &self.tree.below);
         let tally =
@@ -69,20 +69,20 @@ impl ProcessSet {
                 Some(child) => below[child].clone(),
             }
         });
-        if tally.sources.len() + self.joins.count_finished_sources(&tally.sources) <= children {
+        if tally.sources.len() + self.joins.count_fully_joined_sources(&tally.sources) <= children {
             return Ok(());
         }
-        self.complete_pending(name)
+        self.complete_pending_tensor(name)
     }
 
     /// Completes a tensor after all ranks that will submit it have submitted it.
-    pub(super) fn complete_pending(&mut self, name: &Arc<str>) -> Step {
+    pub(super) fn complete_pending_tensor(&mut self, name: &Arc<str>) -> Step {
         let Some(mut tally) = self.pending.remove(name) else { return Ok(()) };
         let sources = std::mem::take(&mut tally.sources);
-        self.complete_announcement(name, tally.into_announcement(), &sources)
+        self.queue_or_decide_announcement(name, tally.into_announcement(), &sources)
     }
 
-    fn complete_announcement(
+    fn queue_or_decide_announcement(
         &mut self,
         name: &Arc<str>,
         mut announcement: Announcement,
@@ -106,13 +106,13 @@ impl ProcessSet {
             }
             announcement => announcement,
         };
-        let (mut writer, subtree) = self.upward_frame();
+        let (mut writer, subtree) = self.upward_announcement_frame();
         announcement.encode_to(name, subtree, &mut writer);
         Ok(())
     }
 
     /// Returns the announcement frame under construction and the members that it speaks for.
-    pub(super) fn upward_frame(&mut self) -> (FrameWriter<'_>, &[u32]) {
+    pub(super) fn upward_announcement_frame(&mut self) -> (FrameWriter<'_>, &[u32]) {
         let mut writer = FrameWriter(&mut self.upward);
         // Later items may have seen more lists. A number that is too low only makes the parent keep
         // dropped entries longer.
@@ -123,7 +123,7 @@ impl ProcessSet {
     }
 
     /// Sends all tensors that became complete since the last poll, in one frame.
-    pub(crate) fn send_announcement(&mut self) -> Step<bool> {
+    pub(crate) fn send_complete_announcements(&mut self) -> Step<bool> {
         if self.upward.is_empty() {
             return Ok(false);
         }
@@ -168,7 +168,7 @@ impl ProcessSet {
                 tag @ (0 | 3) => {
                     let id = CacheId { slot: reader.read_u32()?, version: reader.read_u32()? };
                     let absent = if tag == 3 {
-                        check_members(reader.read_varints()?, below)?
+                        members_below_sender(reader.read_varints()?, below)?
                     } else {
                         Vec::new()
                     };
@@ -177,13 +177,13 @@ impl ProcessSet {
                     (Arc::clone(&agreed.name), Announcement::Cached(id, Arc::clone(agreed), absent))
                 }
                 2 => {
-                    let member = check_members(vec![reader.read_varint()?], below)?;
+                    let member = members_below_sender(vec![reader.read_varint()?], below)?;
                     let gather = reader.read_byte()? != 0;
                     member.into_iter().for_each(|member| self.record_joined_member(member, gather));
                     continue;
                 }
                 4 => {
-                    self.record_finished_source(source)?;
+                    self.record_fully_joined_source(source)?;
                     continue;
                 }
                 1 => {
@@ -206,7 +206,7 @@ impl ProcessSet {
 }
 
 /// Converts member numbers, which must be among the members below the sender.
-fn check_members(numbers: Vec<u64>, below: &[u32]) -> Result<Vec<u32>, MalformedFrame> {
+fn members_below_sender(numbers: Vec<u64>, below: &[u32]) -> Result<Vec<u32>, MalformedFrame> {
     let known = |number: u64| u32::try_from(number).ok().filter(|member| below.contains(member));
     numbers.into_iter().map(|number| known(number).ok_or(MalformedFrame::Member(number))).collect()
 }

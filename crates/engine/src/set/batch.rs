@@ -207,7 +207,7 @@ impl FusedBatch {
     }
 
     /// Starts missing copies of inputs. Returns whether the communicator can read all inputs.
-    pub(super) fn load_inputs(
+    pub(super) fn poll_input_copies(
         &mut self,
         shared: &ProcessSetContext,
         position: (usize, usize),
@@ -235,7 +235,7 @@ impl FusedBatch {
 
     /// Returns whether copies of inputs have begun; before that, the batch waits for the
     /// framework's work.
-    pub(super) fn is_copying(&self) -> bool {
+    pub(super) fn has_begun_input_copies(&self) -> bool {
         self.loading
     }
 
@@ -350,15 +350,15 @@ impl FusedBatch {
             let output = part.prepare_device_output(me, members.len(), communicator)?;
             part.segment = Some(TensorSegment { input: part.input.clone(), output });
         }
-        Ok((self.take_operation(members), events))
+        Ok((self.take_segments_as_operation(members), events))
     }
 
     /// Returns the operation without tensors.
-    pub(super) fn operation_outline(&self, members: &[Rank]) -> CollectiveOperation {
+    pub(super) fn operation_without_tensors(&self, members: &[Rank]) -> CollectiveOperation {
         self.operation_on_segments(Vec::new(), members)
     }
 
-    pub(super) fn take_operation(&mut self, members: &[Rank]) -> CollectiveOperation {
+    pub(super) fn take_segments_as_operation(&mut self, members: &[Rank]) -> CollectiveOperation {
         let segments = self.parts.iter_mut().filter_map(|part| part.segment.take()).collect();
         self.operation_on_segments(segments, members)
     }
@@ -461,7 +461,7 @@ impl FusedBatch {
         }
     }
 
-    pub(super) fn refuse_unsupported(
+    pub(super) fn refuse_unsupported_requests(
         &mut self,
         cause: &Arc<CollectiveError>,
         finished: &mut Vec<FinishedRequest>,

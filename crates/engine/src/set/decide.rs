@@ -55,7 +55,7 @@ enum CoordinatorDecision {
 
 /// An item of the next list.
 #[derive(Debug)]
-pub(super) enum PlannedItem {
+pub(super) enum PlannedListItem {
     /// One operation on these tensors.
     Run(Vec<ReadyTensor>),
     Refuse(TensorRefusal),
@@ -153,7 +153,7 @@ impl ProcessSet {
         absent: &[u32],
     ) {
         if let Err(conflict) =
-            self.joins.check_substitution(&agreed.signature.call, absent, &self.members)
+            self.joins.check_runs_without_absent(&agreed.signature.call, absent, &self.members)
         {
             let operation = agreed.signature.call.operation_name();
             let text = format!(
@@ -192,14 +192,14 @@ impl ProcessSet {
     fn refuse_tensor(&mut self, name: &Arc<str>, group: u64, text: String) {
         // The other tensors of the group must not run without this one (EN-3).
         self.coordinator.groups.remove(&group);
-        self.forget_group(group);
+        self.drop_refused_group(group);
         let refusal = TensorRefusal { name: Arc::clone(name), group, text };
         self.coordinator.decisions.push(CoordinatorDecision::Refuse(refusal));
     }
 
     /// Drops the tallies of a refused group. All ranks put the same tensors into the group and
     /// announced them together.
-    pub(super) fn forget_group(&mut self, group: u64) {
+    pub(super) fn drop_refused_group(&mut self, group: u64) {
         if group == 0 {
             return;
         }
@@ -216,12 +216,15 @@ impl ProcessSet {
 
     /// Sends the next list if there are decisions and enough earlier lists are complete. Tensors
     /// that become ready meanwhile are fused.
-    pub(super) fn emit_next_list(&mut self, finished: &mut Vec<FinishedRequest>) -> Step<bool> {
+    pub(super) fn emit_next_response_list(
+        &mut self,
+        finished: &mut Vec<FinishedRequest>,
+    ) -> Step<bool> {
         if self.coordinator.is_empty() || self.departure.is_some() {
             return Ok(false);
         }
         // Decisions collect until an earlier list is complete, and are then fused.
-        if self.execution.unfinished_list_count() >= max_concurrent_lists(self.tree.hosts) {
+        if self.execution.unfinished_list_count() >= max_executing_lists(self.tree.hosts) {
             return Ok(false);
         }
         let decisions = std::mem::take(&mut self.coordinator.decisions);
@@ -229,14 +232,14 @@ impl ProcessSet {
         let threshold =
             self.tuner.as_ref().map_or(settings.fusion_threshold, Autotuner::current_threshold);
         if let Some(tuner) = &mut self.tuner {
-            observe_allreduces(tuner, &decisions);
+            report_allreduces_to_tuner(tuner, &decisions);
         }
         let plan = fuse_decisions(decisions, threshold, settings.group_fusion);
         let mut frame = std::mem::take(&mut self.scratch);
         frame.clear();
         let number = self.lists + 1;
         let items: Vec<ResponseItem> =
-            response_list::encode_list(number, plan, &mut self.cache, &mut frame);
+            response_list::encode_list_updating_cache(number, plan, &mut self.cache, &mut frame);
         // Children first: the list has a longer way to them, and this member would only delay it.
         self.send_to_children(kind::RESPONSE_LIST, &frame)?;
         self.scratch = frame;
@@ -247,13 +250,13 @@ impl ProcessSet {
 
 /// Returns the largest number of lists in execution at a time. With one list, tensors accumulate
 /// and are fused. A second list hides the latency of the way down a tree of hosts.
-pub(crate) fn max_concurrent_lists(hosts: usize) -> u64 {
+pub(crate) fn max_executing_lists(hosts: usize) -> u64 {
     if hosts > 1 { 2 } else { 1 }
 }
 
 /// Fuses tensors of one kind with these sizes in bytes, in order of readiness. Returns one list per
 /// operation, with the indices of its tensors.
-pub(crate) fn plan_operations(bytes: &[u64], threshold: u64) -> Vec<Vec<usize>> {
+pub(crate) fn plan_fused_operations(bytes: &[u64], threshold: u64) -> Vec<Vec<usize>> {
     let one = 1f64.to_bits();
     let signature = |bytes: u64| RequestSignature {
         call: CollectiveCall::Allreduce { op: ReduceOp::Sum, prescale: one, postscale: one },
@@ -268,17 +271,17 @@ pub(crate) fn plan_operations(bytes: &[u64], threshold: u64) -> Vec<Vec<usize>> 
         CoordinatorDecision::Run(ReadyTensor { agreed: Arc::new(agreed), known: None })
     };
     let decisions = bytes.iter().enumerate().map(decision).collect();
-    let places = |planned: PlannedItem| match planned {
-        PlannedItem::Run(tensors) => {
+    let places = |planned: PlannedListItem| match planned {
+        PlannedListItem::Run(tensors) => {
             tensors.iter().filter_map(|ready| ready.agreed.name.parse::<usize>().ok()).collect()
         }
-        PlannedItem::Refuse(_) | PlannedItem::Joined(_) => Vec::new(),
+        PlannedListItem::Refuse(_) | PlannedListItem::Joined(_) => Vec::new(),
     };
     fuse_decisions(decisions, threshold, true).into_iter().map(places).collect()
 }
 
 /// Reports the allreduces of the next list to the autotuner.
-fn observe_allreduces(tuner: &mut Autotuner, decisions: &[CoordinatorDecision]) {
+fn report_allreduces_to_tuner(tuner: &mut Autotuner, decisions: &[CoordinatorDecision]) {
     let now = Instant::now();
     for decision in decisions {
         if let CoordinatorDecision::Run(ready) = decision
@@ -320,26 +323,26 @@ fn fuse_decisions(
     decisions: Vec<CoordinatorDecision>,
     threshold: u64,
     across: bool,
-) -> Vec<PlannedItem> {
-    let mut plan: Vec<PlannedItem> = Vec::with_capacity(decisions.len());
+) -> Vec<PlannedListItem> {
+    let mut plan: Vec<PlannedListItem> = Vec::with_capacity(decisions.len());
     // For each kind, the operations with room: their indices in the plan, with their bytes.
     let mut kinds: Vec<VecDeque<(usize, u64)>> = Vec::new();
     for decision in decisions {
         let ready = match decision {
             CoordinatorDecision::Run(ready) => ready,
             CoordinatorDecision::Refuse(refusal) => {
-                plan.push(PlannedItem::Refuse(refusal));
+                plan.push(PlannedListItem::Refuse(refusal));
                 continue;
             }
             CoordinatorDecision::Joined(last) => {
-                plan.push(PlannedItem::Joined(last));
+                plan.push(PlannedListItem::Joined(last));
                 continue;
             }
         };
         let (bytes, next) = (tensor_bytes(&ready.agreed), plan.len());
         let kind = kinds.iter_mut().find(|open| {
             match open.front().and_then(|(index, _)| plan.get(*index)) {
-                Some(PlannedItem::Run(operation)) => {
+                Some(PlannedListItem::Run(operation)) => {
                     can_fuse(&operation[0].agreed.signature, &ready.agreed.signature, across)
                 }
                 _ => false,
@@ -347,13 +350,13 @@ fn fuse_decisions(
         });
         let Some(open) = kind else {
             kinds.push(VecDeque::from([(next, bytes)]));
-            plan.push(PlannedItem::Run(vec![ready]));
+            plan.push(PlannedListItem::Run(vec![ready]));
             continue;
         };
         // A tensor above the threshold finds no room and gets an operation of its own.
         let room = open.iter_mut().find(|(_, sum)| sum.saturating_add(bytes) <= threshold);
         if let Some((index, sum)) = room
-            && let PlannedItem::Run(operation) = &mut plan[*index]
+            && let PlannedListItem::Run(operation) = &mut plan[*index]
         {
             *sum += bytes;
             operation.push(ready);
@@ -363,7 +366,7 @@ fn fuse_decisions(
         if open.len() > MAX_OPEN_OPERATIONS_PER_KIND {
             open.pop_front();
         }
-        plan.push(PlannedItem::Run(vec![ready]));
+        plan.push(PlannedListItem::Run(vec![ready]));
     }
     plan
 }
@@ -383,13 +386,13 @@ mod tests {
         })
     }
 
-    fn names(plan: &[PlannedItem]) -> Vec<String> {
-        let name = |step: &PlannedItem| match step {
-            PlannedItem::Run(operation) => {
+    fn names(plan: &[PlannedListItem]) -> Vec<String> {
+        let name = |step: &PlannedListItem| match step {
+            PlannedListItem::Run(operation) => {
                 operation.iter().map(|ready| &*ready.agreed.name).collect()
             }
-            PlannedItem::Refuse(refusal) => refusal.text.clone(),
-            PlannedItem::Joined(last) => last.to_string(),
+            PlannedListItem::Refuse(refusal) => refusal.text.clone(),
+            PlannedListItem::Joined(last) => last.to_string(),
         };
         plan.iter().map(name).collect()
     }

@@ -136,13 +136,13 @@ impl ProcessSet {
         self.retired.is_some_and(|deadline| now >= deadline || self.drain_links(now))
     }
 
-    pub(super) fn on_done_frame(&mut self) {
+    pub(super) fn on_subtree_done_frame(&mut self) {
         if let Some(leaving) = &mut self.departure {
             leaving.children_done += 1;
         }
     }
 
-    pub(super) fn on_clear_frame(&mut self) -> Step {
+    pub(super) fn on_links_clear_frame(&mut self) -> Step {
         if let Some(leaving) = &mut self.departure {
             leaving.cleared = true;
         }
@@ -154,7 +154,7 @@ impl ProcessSet {
         let mut finished = Vec::new();
         let over = self
             .receive_frames(now, &mut finished)
-            .and_then(|_| self.settle_departure(now, &mut finished))
+            .and_then(|_| self.settle_suspects_and_departure(now, &mut finished))
             .is_err();
         let flushed = self
             .neighbours
@@ -228,7 +228,7 @@ impl ProcessSet {
     }
 
     /// Decides whether a lost link is a failure, and completes a departure.
-    pub(super) fn settle_departure(
+    pub(super) fn settle_suspects_and_departure(
         &mut self,
         now: Instant,
         finished: &mut Vec<FinishedRequest>,
@@ -259,7 +259,7 @@ impl ProcessSet {
         }
         leaving.done_sent = true;
         if self.is_coordinator() {
-            self.on_clear_frame()
+            self.on_links_clear_frame()
         } else {
             self.send_frame(0, kind::SUBTREE_DONE, &[])
         }

@@ -10,8 +10,8 @@
 //! communicator. The name is created only then, because an unused name would leave a port open.
 
 use farandole_collectives::{
-    CollectiveOperation, Communicator, DeviceFabric, MAX_CAPABILITIES_BYTES, OperationToken,
-    TensorSegment,
+    CollectiveOperation, Communicator, DeviceCommunicatorFactory, MAX_CAPABILITIES_BYTES,
+    OperationToken, TensorSegment,
 };
 use farandole_kernels::HostMemory;
 use farandole_world::Rank;
@@ -46,7 +46,7 @@ impl DeviceCommunicator {
         shared: &ProcessSetContext,
         members: usize,
     ) -> CollectiveOperation {
-        let own = shared.devices.fabric.as_ref().zip(shared.devices.own_ordinal());
+        let own = shared.devices.fabric.as_ref().zip(shared.devices.own_device_ordinal());
         let mut own_capabilities =
             own.map(|(fabric, own)| fabric.device_capabilities(own)).unwrap_or_default();
         // A member without a device takes part with zeros, because an allgather needs all members.
@@ -75,7 +75,8 @@ impl DeviceCommunicator {
         me: usize,
     ) -> Step<Option<CollectiveOperation>> {
         let before = std::mem::replace(self, Self::Unavailable);
-        let Some((fabric, own)) = shared.devices.fabric.as_ref().zip(shared.devices.own_ordinal())
+        let Some((fabric, own)) =
+            shared.devices.fabric.as_ref().zip(shared.devices.own_device_ordinal())
         else {
             return Ok(None);
         };
@@ -109,7 +110,7 @@ impl DeviceCommunicator {
     fn begin_id_exchange(
         &mut self,
         shared: &ProcessSetContext,
-        fabric: &dyn DeviceFabric,
+        fabric: &dyn DeviceCommunicatorFactory,
         all_capabilities: &[&[u8]],
         members: &[Rank],
         me: usize,
@@ -123,7 +124,7 @@ impl DeviceCommunicator {
         }
         let mut frame = Vec::new();
         if me == 0 {
-            match fabric.create_communicator_name(all_capabilities) {
+            match fabric.create_communicator_id(all_capabilities) {
                 Ok(name) => {
                     frame = [&[ID_PRESENT], &name[..]].concat();
                     if let Some(remark) = fabric.formation_notice(all_capabilities, members, me) {
@@ -166,12 +167,12 @@ impl DeviceCommunicator {
 
     /// Closes the communicator for new work. If the departure is `orderly` and nothing is `broken`,
     /// waits for the launched work; otherwise abandons it.
-    pub(super) fn drain_or_abandon(&mut self, orderly: bool, broken: bool) {
+    pub(super) fn drain_or_abandon_device_work(&mut self, orderly: bool, broken: bool) {
         match std::mem::replace(self, Self::Unavailable) {
             Self::Draining(communicator) if orderly => *self = Self::Draining(communicator),
             Self::Ready(mut communicator) => {
                 if orderly && !broken {
-                    communicator.drain_launched(DRAIN_TIMEOUT);
+                    communicator.wait_for_launched_operations(DRAIN_TIMEOUT);
                     if communicator.pending_count() == 0 {
                         *self = Self::Draining(communicator);
                         return;

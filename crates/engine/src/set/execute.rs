@@ -123,7 +123,7 @@ impl BatchExecution {
         finished: &mut Vec<FinishedRequest>,
     ) {
         // Before the batches fail: afterwards their callers may reuse the buffers.
-        self.device_communicator.drain_or_abandon(cause.is_orderly_stop(), self.broken);
+        self.device_communicator.drain_or_abandon_device_work(cause.is_orderly_stop(), self.broken);
         self.broken = true;
         self.started = 0;
         if let Some(communicator) = &mut self.communicator {
@@ -162,7 +162,7 @@ impl ProcessSet {
             }
             Err(cause) => return Err(cause),
         }
-        self.execution.drop_finished();
+        self.execution.drop_finished_batches();
         Ok(moved)
     }
 }
@@ -182,7 +182,7 @@ impl BatchExecution {
     ) -> Step<bool> {
         let before = self.started;
         while self.started < self.batches.len() {
-            if !self.ensure_splits_known()? {
+            if !self.check_or_exchange_splits()? {
                 break;
             }
             let started = match self.choose_route(shared, members)? {
@@ -199,7 +199,7 @@ impl BatchExecution {
     }
 
     /// Returns whether the rows of the next batch are known. If not, starts their exchange.
-    fn ensure_splits_known(&mut self) -> Step<bool> {
+    fn check_or_exchange_splits(&mut self) -> Step<bool> {
         if self.splits_exchange.is_some() {
             return Ok(false);
         }
@@ -236,7 +236,7 @@ impl BatchExecution {
                     return Ok(BatchRoute::Undecided);
                 }
                 DeviceCommunicator::Ready(communicator) => {
-                    if communicator.can_execute(&batch.operation_outline(members)) {
+                    if communicator.can_execute(&batch.operation_without_tensors(members)) {
                         route = BatchRoute::Device;
                     }
                 }
@@ -284,9 +284,9 @@ impl BatchExecution {
         if batch.follows && held >= MAX_STAGED_PIECES && !batch.holds_staging_memory() {
             return Ok(false);
         }
-        let loaded = batch.load_inputs(shared, position)?;
+        let loaded = batch.poll_input_copies(shared, position)?;
         if !loaded {
-            batch.enter_activity(if batch.is_copying() {
+            batch.enter_activity(if batch.has_begun_input_copies() {
                 MEMCPY_IN_HOST_BUFFER
             } else {
                 WAIT_FOR_DATA
@@ -297,7 +297,7 @@ impl BatchExecution {
             if !next.follows {
                 break;
             }
-            next.load_inputs(shared, position)?;
+            next.poll_input_copies(shared, position)?;
         }
         let (Some(batch), Some(communicator)) =
             (self.batches.get_mut(self.started), &mut self.communicator)
@@ -308,11 +308,11 @@ impl BatchExecution {
             return Ok(false);
         }
         let token = OperationToken(self.first_token + self.started as u64);
-        match communicator.submit_operation(token, batch.take_operation(members)) {
+        match communicator.submit_operation(token, batch.take_segments_as_operation(members)) {
             Ok(()) => batch.mark_running(),
             // Every rank refuses it in the same way, so the engine can continue.
             Err(cause @ CollectiveError::Unsupported { .. }) => {
-                batch.refuse_unsupported(&Arc::new(cause), finished)
+                batch.refuse_unsupported_requests(&Arc::new(cause), finished)
             }
             Err(error) => return Err(error.into()),
         }
@@ -382,7 +382,7 @@ impl BatchExecution {
             shared.observer.on_notice(&remark);
         }
         let mut launched = std::mem::take(&mut self.launched);
-        communicator.take_launched(&mut launched);
+        communicator.take_launched_operations(&mut launched);
         for (token, event) in launched.drain(..) {
             if let Some(batch) = self.running_batch(token) {
                 batch.complete_requests(Some(&event), finished);
@@ -406,7 +406,7 @@ impl BatchExecution {
     }
 
     /// Drops finished batches at the front.
-    fn drop_finished(&mut self) {
+    fn drop_finished_batches(&mut self) {
         while self.batches.front().is_some_and(|batch| batch.state == BatchState::Done) {
             self.batches.pop_front();
             self.started -= 1;

@@ -67,12 +67,12 @@ impl JoinState {
 
     /// Returns the number of finished sources that are not in `submitters`. The tally does not wait
     /// for them.
-    pub(super) fn count_finished_sources(&self, submitters: &[u32]) -> usize {
+    pub(super) fn count_fully_joined_sources(&self, submitters: &[u32]) -> usize {
         self.finished_sources.iter().filter(|source| !submitters.contains(source)).count()
     }
 
     /// Restarts the time of the wait, because other ranks still execute operations.
-    pub(super) fn restart_wait(&mut self) {
+    pub(super) fn restart_join_wait(&mut self) {
         if self.since.is_some() {
             let now = Instant::now();
             (self.since, self.reported) = (Some(now), None);
@@ -105,7 +105,7 @@ impl JoinState {
 
     /// Checks that an operation can run with substitutes for the absent members; the error has the
     /// reason.
-    pub(super) fn check_substitution(
+    pub(super) fn check_runs_without_absent(
         &self,
         call: &CollectiveCall,
         absent: &[u32],
@@ -152,7 +152,7 @@ impl ProcessSet {
     pub(super) fn join_own_member(&mut self, entry: PendingEntry, gather: bool) -> Step {
         self.joins.own = Some(entry);
         self.record_joined_member(self.tree.me, gather);
-        self.record_finished_source(0)
+        self.record_fully_joined_source(0)
     }
 
     /// Records that a member has joined. Tensors that it announced before may still wait for other
@@ -161,7 +161,7 @@ impl ProcessSet {
         self.joins.joined.push(JoinedMember { member, gather });
         self.joins.since.get_or_insert_with(Instant::now);
         if !self.is_coordinator() {
-            let (mut writer, _) = self.upward_frame();
+            let (mut writer, _) = self.upward_announcement_frame();
             writer.write_byte(2);
             writer.write_varint(member.into());
             writer.write_byte(gather.into());
@@ -170,21 +170,21 @@ impl ProcessSet {
 
     /// Records that all members of a source have joined and that all their announcements have
     /// arrived.
-    pub(super) fn record_finished_source(&mut self, source: u32) -> Step {
+    pub(super) fn record_fully_joined_source(&mut self, source: u32) -> Step {
         self.joins.finished_sources.push(source);
         let children = self.tree.children.len();
         let complete = |tally: &AnnouncementTally| {
-            tally.sources.len() + self.joins.count_finished_sources(&tally.sources) > children
+            tally.sources.len() + self.joins.count_fully_joined_sources(&tally.sources) > children
         };
         let complete = self.pending.iter().filter(|(_, tally)| complete(tally));
         let complete: Vec<Arc<str>> = complete.map(|(name, _)| Arc::clone(name)).collect();
-        complete.iter().try_for_each(|name| self.complete_pending(name))?;
+        complete.iter().try_for_each(|name| self.complete_pending_tensor(name))?;
         if self.joins.finished_sources.len() <= children {
             return Ok(());
         }
         if !self.is_coordinator() {
             // Written after the announcements of the members below.
-            self.upward_frame().0.write_byte(4);
+            self.upward_announcement_frame().0.write_byte(4);
         } else if let Some(last) = self.joins.joined.last() {
             // The order of arrival at the coordinator decides, so that all ranks report the same
             // rank.
@@ -281,7 +281,7 @@ mod tests {
             JoinState { joined: vec![joined(1, true), joined(2, false)], ..JoinState::default() };
         let ranks = [Rank(4), Rank(6), Rank(9)];
         let judge = |call, absent: &[u32]| {
-            joins.check_substitution(&call, absent, &ranks).err().unwrap_or_default()
+            joins.check_runs_without_absent(&call, absent, &ranks).err().unwrap_or_default()
         };
         let one = 1f64.to_bits();
         let sum = |op, prescale| CollectiveCall::Allreduce { op, prescale, postscale: one };

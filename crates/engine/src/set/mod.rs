@@ -22,7 +22,7 @@ mod trace;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use decide::{max_concurrent_lists, plan_operations};
+pub(crate) use decide::{max_executing_lists, plan_fused_operations};
 pub(crate) use execute::row_share;
 
 use std::sync::Arc;
@@ -45,7 +45,7 @@ use crate::{
     RequestHandle, Result, StopCause,
 };
 
-pub(crate) use stall_inquiry::answer_questions;
+pub(crate) use stall_inquiry::answer_stall_queries;
 
 /// Kinds of control frames.
 mod kind {
@@ -279,8 +279,8 @@ impl ProcessSet {
         let mut moved = self.receive_frames(now, finished)?;
         // The second round executes the decisions of the first.
         for _ in 0..2 {
-            moved |= self.emit_next_list(finished)?;
-            moved |= self.send_announcement()?;
+            moved |= self.emit_next_response_list(finished)?;
+            moved |= self.send_complete_announcements()?;
             let ran = self.execute_batches(now, finished)?;
             moved |= ran;
             if !ran || self.coordinator.is_empty() {
@@ -292,7 +292,7 @@ impl ProcessSet {
                 neighbour.flush_frames(&mut self.suspect, now);
             }
         }
-        self.settle_departure(now, finished)?;
+        self.settle_suspects_and_departure(now, finished)?;
         Ok(moved)
     }
 
@@ -361,10 +361,10 @@ impl ProcessSet {
             kind::STALL_QUERY => self.on_stall_query(frame, now),
             kind::STALL_ANSWER => self.on_stall_answer(frame),
             kind::SUBTREE_DONE => {
-                self.on_done_frame();
+                self.on_subtree_done_frame();
                 Ok(())
             }
-            kind::LINKS_CLEAR => Ok(self.on_clear_frame()?),
+            kind::LINKS_CLEAR => Ok(self.on_links_clear_frame()?),
             other => Err(MalformedFrame::Tag(other).into()),
         }
     }
@@ -410,7 +410,7 @@ impl TreeNeighbour {
         if self.closed {
             return None;
         }
-        self.receiver.try_receive_into(frame).unwrap_or_else(|error| {
+        self.receiver.try_receive_frame_into(frame).unwrap_or_else(|error| {
             self.closed = true;
             suspect.get_or_insert((now, error.into()));
             None

@@ -14,7 +14,7 @@ use farandole_negotiation::{
     CachedResponse, FrameReader, FrameWriter, MalformedFrame, RequestSignature, ResponseCache,
 };
 
-use super::decide::{PlannedItem, ReadyTensor, TensorRefusal};
+use super::decide::{PlannedListItem, ReadyTensor, TensorRefusal};
 use super::join::{JOIN_TENSOR_NAME, substitute_entry};
 use super::{FinishedRequest, FrameFailure, ProcessSet, Step, kind};
 use crate::{Error, StopCause};
@@ -29,9 +29,9 @@ pub(super) enum ResponseItem {
 }
 
 /// Writes a list and updates the coordinator's cache item by item, exactly as the readers will.
-pub(super) fn encode_list(
+pub(super) fn encode_list_updating_cache(
     number: u64,
-    plan: Vec<PlannedItem>,
+    plan: Vec<PlannedListItem>,
     cache: &mut ResponseCache,
     frame: &mut Vec<u8>,
 ) -> Vec<ResponseItem> {
@@ -40,14 +40,14 @@ pub(super) fn encode_list(
     let mut items = Vec::with_capacity(plan.len());
     for step in plan {
         match step {
-            PlannedItem::Run(operation) => {
+            PlannedListItem::Run(operation) => {
                 writer.write_byte(0);
                 writer.write_varint(operation.len() as u64);
                 let tensors = operation.into_iter();
                 let agreed = tensors.map(|ready| encode_tensor(ready, number, cache, &mut writer));
                 items.push(ResponseItem::Run(agreed.collect()));
             }
-            PlannedItem::Refuse(refusal) => {
+            PlannedListItem::Refuse(refusal) => {
                 writer.write_byte(1);
                 writer.write_text(&refusal.name);
                 writer.write_u64(refusal.group);
@@ -55,7 +55,7 @@ pub(super) fn encode_list(
                 cache.remove_name(&refusal.name, number);
                 items.push(ResponseItem::Refuse(refusal));
             }
-            PlannedItem::Joined(last) => {
+            PlannedListItem::Joined(last) => {
                 writer.write_byte(2);
                 writer.write_varint(last.into());
                 items.push(ResponseItem::Joined(last));
@@ -111,7 +111,7 @@ fn decode_tensor(
 }
 
 /// Reads a list and applies its changes to the cache.
-pub(super) fn decode_list(
+pub(super) fn decode_list_updating_cache(
     frame: &[u8],
     cache: &mut ResponseCache,
 ) -> Result<(u64, Vec<ResponseItem>), MalformedFrame> {
@@ -146,7 +146,7 @@ impl ProcessSet {
     ) -> Result<(), FrameFailure> {
         // Forward the list to the children first, because they have the longer way.
         self.send_to_children(kind::RESPONSE_LIST, frame)?;
-        let (number, items) = decode_list(frame, &mut self.cache)?;
+        let (number, items) = decode_list_updating_cache(frame, &mut self.cache)?;
         if number != self.lists + 1 {
             return Err(MalformedFrame::ListOutOfOrder(number).into());
         }
@@ -162,7 +162,7 @@ impl ProcessSet {
         finished: &mut Vec<FinishedRequest>,
     ) -> Step {
         self.lists = number;
-        self.joins.restart_wait();
+        self.joins.restart_join_wait();
         self.inquiries.forget_tensor(JOIN_TENSOR_NAME);
         self.watch.forget_tensor(JOIN_TENSOR_NAME);
         self.options.tracer.timeline.mark_cycle();
@@ -199,8 +199,11 @@ impl ProcessSet {
         }
         self.statistics.operations += 1;
         self.statistics.tensors += entries.len() as u64;
-        let span =
-            if self.options.tracer.is_enabled() { self.trace_batch(list, &entries) } else { None };
+        let span = if self.options.tracer.is_enabled() {
+            self.begin_batch_span(list, &entries)
+        } else {
+            None
+        };
         // Queued even if a tensor is unknown: its entries then fail with the engine, and none is
         // lost.
         self.execution.push_batch(list, entries, span);
@@ -218,7 +221,7 @@ impl ProcessSet {
 
     fn refuse_entries(&mut self, refusal: TensorRefusal, finished: &mut Vec<FinishedRequest>) {
         let TensorRefusal { name, group, text } = refusal;
-        self.forget_group(group);
+        self.drop_refused_group(group);
         let mut refused = vec![name];
         if group != 0 {
             let grouped = self.local.values().filter(|entry| entry.group == group);

@@ -95,7 +95,7 @@ impl StallInquiries {
 
 impl ProcessSet {
     /// Reports stalled operations, or first asks the missing ranks, if it is time.
-    pub(super) fn advance_inquiry(&mut self, now: Instant) -> Step {
+    pub(super) fn advance_stall_inquiry(&mut self, now: Instant) -> Step {
         if let Some(inquiry) = self.inquiries.inquiry.take() {
             if !inquiry.is_answered() && now < inquiry.due {
                 self.inquiries.inquiry = Some(inquiry);
@@ -143,7 +143,7 @@ impl ProcessSet {
         writer.write_varints(targets.iter().map(|member| u64::from(*member)));
         self.send_to_children(kind::STALL_QUERY, &frame)?;
         if targets.contains(&self.tree.me) {
-            self.begin_question(number, now);
+            self.begin_stack_question(number, now);
         }
         Ok(())
     }
@@ -157,15 +157,15 @@ impl ProcessSet {
         let mut reader = FrameReader(frame);
         let number = reader.read_varint()?;
         if self.read_members(&mut reader)?.contains(&self.tree.me) {
-            self.begin_question(number, now);
+            self.begin_stack_question(number, now);
         }
         Ok(())
     }
 
-    fn begin_question(&mut self, number: u64, now: Instant) {
+    fn begin_stack_question(&mut self, number: u64, now: Instant) {
         let (answer, slot) = StackAnswer::new();
         self.inquiries.question = Some(StackQuestion { number, due: now + STACK_TIMEOUT, slot });
-        self.options.observer.describe_threads(answer);
+        self.options.observer.request_thread_stacks(answer);
     }
 
     /// Returns the number of a query that can be answered now, and the stacks of the threads.
@@ -348,7 +348,7 @@ impl ProcessSet {
 }
 
 /// Answers queries of other ranks about this process, if the stacks are there or have timed out.
-pub(crate) fn answer_questions(sets: &mut [ProcessSet], now: Instant) -> Step {
+pub(crate) fn answer_stall_queries(sets: &mut [ProcessSet], now: Instant) -> Step {
     for index in 0..sets.len() {
         let Some((number, stack)) = sets[index].take_answerable_question(now) else { continue };
         let mut waits: Vec<RankWait> =

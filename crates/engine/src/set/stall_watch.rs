@@ -92,11 +92,11 @@ impl ProcessSet {
             .collect();
         for name in due {
             if let Some(case) = self.watch.cases.remove(&name) {
-                self.close_case(&name, case)?;
+                self.confirm_stalled_tensor(&name, case)?;
             }
         }
-        self.advance_inquiry(now)?;
-        self.check_deadlines(now)
+        self.advance_stall_inquiry(now)?;
+        self.check_collective_timeout(now)
     }
 
     fn report_overdue_tensors(&mut self, now: Instant) -> Step {
@@ -198,7 +198,7 @@ impl ProcessSet {
         reader.read_varints()?.into_iter().map(member).collect()
     }
 
-    fn close_case(&mut self, name: &Arc<str>, mut case: StallCase) -> Step {
+    fn confirm_stalled_tensor(&mut self, name: &Arc<str>, mut case: StallCase) -> Step {
         if let Some(tally) = self.pending.get(name) {
             let sources = tally.sources.clone();
             case.submitters
@@ -213,7 +213,7 @@ impl ProcessSet {
         writer.write_text(name);
         writer.write_varints(case.submitters.iter().map(|member| u64::from(*member)));
         let missing = self.missing_ranks(&case.submitters);
-        self.note_missing(name, missing);
+        self.note_missing_ranks(name, missing);
         let StallCase { since, submitters, operation, moves_no_data, .. } = case;
         self.inquiries
             .add_stall(name, ConfirmedStall { since, submitters, operation, moves_no_data });
@@ -227,11 +227,11 @@ impl ProcessSet {
         let name = reader.read_text()?;
         let submitters = self.read_members(&mut reader)?;
         let missing = self.missing_ranks(&submitters);
-        self.note_missing(name, missing);
+        self.note_missing_ranks(name, missing);
         Ok(())
     }
 
-    fn note_missing(&mut self, name: &str, missing: Vec<Rank>) {
+    fn note_missing_ranks(&mut self, name: &str, missing: Vec<Rank>) {
         match self.local.get_mut(name) {
             Some(entry) => entry.missing = Some(missing),
             None if name == JOIN_TENSOR_NAME => self.joins.set_missing_ranks(missing),
@@ -239,7 +239,7 @@ impl ProcessSet {
         }
     }
 
-    fn check_deadlines(&self, now: Instant) -> Step {
+    fn check_collective_timeout(&self, now: Instant) -> Step {
         let limit = self.options.settings.collective_timeout;
         let waiting =
             self.local.values().chain(self.joins.own_join()).min_by_key(|entry| entry.since);

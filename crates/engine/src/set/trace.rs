@@ -9,7 +9,7 @@ use farandole_negotiation::{Announcement, CachedResponse, CollectiveCall};
 use farandole_telemetry::{NvtxRange, ProducedTensor, TimelineTrack};
 
 use super::{PendingEntry, ProcessSet};
-use crate::timeline::{OperationTracer, QUEUE_ACTIVITY, labels_for_call};
+use crate::timeline::{OperationTracer, QUEUE_ACTIVITY, timeline_labels_for_call};
 
 impl ProcessSet {
     fn timeline_track(&self, name: &Arc<str>) -> TimelineTrack {
@@ -33,7 +33,7 @@ impl ProcessSet {
         let begins =
             if only.is_some() { !ranks.is_empty() } else { !self.pending.contains_key(name) };
         if begins && let Some(call) = announcement.first_call() {
-            timeline.begin_span(&track, labels_for_call(&call).negotiate);
+            timeline.begin_span(&track, timeline_labels_for_call(&call).negotiate);
         }
         ranks.into_iter().for_each(|rank| timeline.record_arrival(&track, rank));
     }
@@ -44,18 +44,18 @@ impl ProcessSet {
     }
 
     /// Begins the spans of the tensors in a fused batch.
-    pub(super) fn trace_batch(
+    pub(super) fn begin_batch_span(
         &self,
         list: u64,
         entries: &[(PendingEntry, Arc<CachedResponse>)],
     ) -> Option<BatchSpan> {
         let tracer = Arc::clone(&self.options.tracer);
-        let labels = labels_for_call(&entries.first()?.1.signature.call);
+        let labels = timeline_labels_for_call(&entries.first()?.1.signature.call);
         let mut tracks = Vec::with_capacity(entries.len());
         for (entry, agreed) in entries {
             let track = self.timeline_track(&entry.name);
             tracer.timeline.end_span(&track, None);
-            tracer.timeline.begin_listed_span(&track, labels.operation, list);
+            tracer.timeline.begin_response_list_span(&track, labels.operation, list);
             tracer.timeline.begin_span(&track, QUEUE_ACTIVITY);
             tracks.push((track, produced_tensor(agreed)));
         }

@@ -339,10 +339,11 @@ fn callbacks_get_results_and_may_submit_again() {
 #[test]
 fn a_driving_thread_gets_immediate_results_and_callbacks_get_the_others() {
     Cluster::new(&[2]).run(|rank, engine| {
-        let error =
-            engine.submit_and_help(vec![sum("t", &[1.0]), sum("t", &[1.0])], Vec::new).unwrap_err();
+        let error = engine
+            .submit_and_drive_briefly(vec![sum("t", &[1.0]), sum("t", &[1.0])], Vec::new)
+            .unwrap_err();
         assert!(matches!(error, Error::DuplicateName { .. }));
-        assert!(engine.submit_and_help(Vec::new(), Vec::new).is_err());
+        assert!(engine.submit_and_drive_briefly(Vec::new(), Vec::new).is_err());
         // A lone request and groups, over and over: mostly the other rank is there in time, now and
         // then it cannot be.
         for round in 0..400 {
@@ -365,7 +366,7 @@ fn a_driving_thread_gets_immediate_results_and_callbacks_get_the_others() {
                 };
                 (0..count).map(callback).collect()
             };
-            let helped = engine.submit_and_help(requests, callbacks).unwrap();
+            let helped = engine.submit_and_drive_briefly(requests, callbacks).unwrap();
             if round % 50 == 49 && rank == 0 {
                 assert!(helped.is_none(), "the other rank waits for the barrier");
                 call(

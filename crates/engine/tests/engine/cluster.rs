@@ -6,11 +6,11 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use farandole_collectives::{Device, DeviceFabric, HostCommunicator};
+use farandole_collectives::{Device, DeviceCommunicatorFactory, HostCommunicator};
 use farandole_engine::{
-    CollectiveRequest, Engine, EngineObserver, EngineOptions, EngineSettings, ProcessSetOptions,
-    ProgressHost, RequestCompletion, RequestHandle, RequestKind, Result, SilentObserver,
-    control_peers,
+    CollectiveRequest, DriverParkingAndLiveness, Engine, EngineObserver, EngineOptions,
+    EngineSettings, ProcessSetOptions, RequestCompletion, RequestHandle, RequestKind, Result,
+    SilentObserver, control_peers,
 };
 use farandole_kernels::{DataType, HostMemory, ReduceOp};
 use farandole_testkit::{contents, filled};
@@ -30,7 +30,7 @@ struct Host {
     mesh: Option<Mesh>,
 }
 
-impl ProgressHost for Host {
+impl DriverParkingAndLiveness for Host {
     fn prepare_park(&self) {
         self.parker.prepare_park();
     }
@@ -67,7 +67,7 @@ pub(crate) struct Cluster {
     pub(crate) hosts: Vec<u32>,
     pub(crate) settings: EngineSettings,
     pub(crate) devices: Vec<Arc<dyn Device>>,
-    pub(crate) fabric: Option<Arc<dyn DeviceFabric>>,
+    pub(crate) fabric: Option<Arc<dyn DeviceCommunicatorFactory>>,
     pub(crate) observer: Arc<dyn EngineObserver>,
     /// Process sets besides the world.
     pub(crate) sets: Vec<Vec<u32>>,

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use farandole_collectives::{
-    CollectiveOperation, Communicator, DeviceEvent, DeviceFabric, HostCommunicator,
+    CollectiveOperation, Communicator, DeviceCommunicatorFactory, DeviceEvent, HostCommunicator,
     MAX_CAPABILITIES_BYTES, OperationToken, Result, ResultMemory, TensorSegment,
 };
 use farandole_engine::{
@@ -56,7 +56,7 @@ impl Loops {
     }
 }
 
-impl DeviceFabric for Loops {
+impl DeviceCommunicatorFactory for Loops {
     fn device_capabilities(&self, device: u32) -> Vec<u8> {
         vec![7, u8::try_from(device).unwrap()]
     }
@@ -81,7 +81,7 @@ impl DeviceFabric for Loops {
         self.refused.then(|| format!("{} ranks, told by {member}", ranks.len()))
     }
 
-    fn create_communicator_name(&self, all_capabilities: &[&[u8]]) -> Result<Vec<u8>, String> {
+    fn create_communicator_id(&self, all_capabilities: &[&[u8]]) -> Result<Vec<u8>, String> {
         self.names.fetch_add(1, Ordering::Relaxed);
         assert_eq!(all_capabilities.len(), 2);
         if self.nameless { Err("nobody has a name".to_owned()) } else { Ok(b"loops".to_vec()) }
@@ -160,7 +160,7 @@ impl ResultMemory for Kept {
         unsafe { Buffer::from_raw(self.0.address(), self.0.len(), MemoryKind::Device(0)) }
     }
 
-    fn fetch_on_stream(
+    fn copy_out_then_release(
         &self,
         to: &Buffer,
         reached: Option<&Arc<dyn DeviceEvent>>,
@@ -251,7 +251,7 @@ impl Communicator for Among {
         self.owes > 0
     }
 
-    fn drain_launched(&mut self, _: Duration) {
+    fn wait_for_launched_operations(&mut self, _: Duration) {
         // The device of the second member takes longer.
         if self.inner.member_index() == 1 {
             std::thread::sleep(Duration::from_millis(50));
@@ -400,7 +400,7 @@ fn fetched(device: &HostDevice, result: RequestCompletion) -> Vec<f32> {
     let room = result.room.unwrap();
     let (memory, to) = device.upload(&vec![0; room.as_buffer().len()]);
     // SAFETY: this device knows no streams.
-    room.fetch_on_stream(&to, None, unsafe { DeviceStream::from_raw(9) }).unwrap();
+    room.copy_out_then_release(&to, None, unsafe { DeviceStream::from_raw(9) }).unwrap();
     floats(&contents(&memory))
 }
 

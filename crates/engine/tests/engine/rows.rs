@@ -128,7 +128,7 @@ fn every_member_gets_its_own_rows_of_the_sum_and_the_first_those_left_over() {
                     "{rows} rows on {rank}"
                 );
                 assert_eq!(
-                    engine.reducescatter_rows(rows, ProcessSetId::GLOBAL).unwrap(),
+                    engine.own_reducescatter_rows(rows, ProcessSetId::GLOBAL).unwrap(),
                     own(rank.into())
                 );
             }

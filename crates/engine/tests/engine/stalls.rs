@@ -23,7 +23,7 @@ impl EngineObserver for Hears {
         self.0.send(report.clone()).unwrap();
     }
 
-    fn describe_threads(&self, answer: StackAnswer) {
+    fn request_thread_stacks(&self, answer: StackAnswer) {
         answer.send_stacks("in f\n".to_owned());
     }
 }

@@ -149,7 +149,7 @@ fn operations_go_through_the_door_and_refusals_come_back() {
 
     // All ranks have joined: they count again, by other names than before.
     let named = || {
-        operation_numbers::next_suffix(
+        operation_numbers::next_operation_suffix(
             &session::current_session().unwrap(),
             ProcessSetId::GLOBAL,
             Arc::new([]),

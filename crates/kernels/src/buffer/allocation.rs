@@ -48,7 +48,7 @@ impl Drop for HostAllocation {
 // Weak: the table must not keep memory alive after its owners have dropped it.
 static SHAREABLE_MEMORY: Mutex<BTreeMap<usize, Weak<HostAllocation>>> = Mutex::new(BTreeMap::new());
 
-pub(super) fn with_shareable_memory<T>(
+pub(super) fn with_shareable_memory_table<T>(
     change: impl FnOnce(&mut BTreeMap<usize, Weak<HostAllocation>>) -> T,
 ) -> T {
     // A panic elsewhere leaves the map whole, because each change is one insertion or removal.
@@ -58,5 +58,5 @@ pub(super) fn with_shareable_memory<T>(
 /// Removes memory from the table. Must be called before the address can belong to another
 /// allocation.
 fn unregister_memory(address: NonNull<u8>) {
-    with_shareable_memory(|table| table.remove(&address.addr().get()));
+    with_shareable_memory_table(|table| table.remove(&address.addr().get()));
 }

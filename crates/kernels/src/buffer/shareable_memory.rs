@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use farandole_shm::{RegionHandle, SharedRegion};
 
-use super::allocation::{AllocationSource, HostAllocation, with_shareable_memory};
+use super::allocation::{AllocationSource, HostAllocation, with_shareable_memory_table};
 use super::{Buffer, HostMemory};
 
 impl HostMemory {
@@ -19,7 +19,7 @@ impl HostMemory {
         let region =
             SharedRegion::create(bytes).ok().and_then(|region| Self::from_region(region, bytes));
         let Some(memory) = region else { return Self::try_new(bytes) };
-        with_shareable_memory(|table| {
+        with_shareable_memory_table(|table| {
             table.insert(memory.0.address.addr().get(), Arc::downgrade(&memory.0))
         });
         Some(memory)
@@ -63,7 +63,7 @@ pub fn find_shareable_memory(buffer: &Buffer) -> Option<(HostMemory, usize)> {
     let allocation =
         // Allocations do not overlap, so only the last one that starts before the address can
         // contain it.
-        with_shareable_memory(|table| table.range(..=address).next_back()?.1.upgrade())?;
+        with_shareable_memory_table(|table| table.range(..=address).next_back()?.1.upgrade())?;
     let memory = HostMemory(allocation);
     let offset = address - memory.address().addr();
     let inside = offset.checked_add(buffer.len()).is_some_and(|end| end <= memory.len());

@@ -16,14 +16,19 @@ use super::{float8, half};
 use crate::{DataType, ReduceOp};
 
 type KernelFunction = unsafe fn(&[&[u8]], &mut [u8], f64);
-type RunTree = unsafe fn(&ReductionOrder, &[&[u8]], &mut [u8], f64);
-type RunInPlace = unsafe fn(&mut [&mut [u8]], f64) -> bool;
+type TreeKernelFunction = unsafe fn(&ReductionOrder, &[&[u8]], &mut [u8], f64);
+type InPlaceKernelFunction = unsafe fn(&mut [&mut [u8]], f64) -> bool;
 
 /// Kernel of a reduction.
 pub(super) enum ReductionKernel {
     /// One loop over the inputs in sequential order, or a tree of such loops. Accumulators are
     /// elements. The factor is applied to the result of a Sum or a mean of floats.
-    Direct { run: KernelFunction, tree: RunTree, in_place: RunInPlace, factor: f64 },
+    Direct {
+        run: KernelFunction,
+        tree: TreeKernelFunction,
+        in_place: InPlaceKernelFunction,
+        factor: f64,
+    },
     /// Kernel with accumulators of another type, or with scale factors.
     Staged(Box<dyn StagedReduction>),
 }
@@ -98,7 +103,7 @@ macro_rules! compiled_for {
                 out: &mut [u8],
                 factor: f64,
             ) {
-                DirectReduction::<T, J>::run_tree(order, inputs, out, factor);
+                DirectReduction::<T, J>::run_in_tree_order(order, inputs, out, factor);
             }
 
             $(#[target_feature(enable = $features)])?
@@ -121,15 +126,16 @@ fn direct_kernel<T: NativeElement, J: ReductionOperator<T>>(
     path: InstructionSet,
     factor: f64,
 ) -> ReductionKernel {
-    let (run, tree, in_place): (KernelFunction, RunTree, RunInPlace) = match path {
-        #[cfg(target_arch = "x86_64")]
-        InstructionSet::Avx2 => (avx2::run::<T, J>, avx2::tree::<T, J>, avx2::in_place::<T, J>),
-        #[cfg(target_arch = "x86_64")]
-        InstructionSet::Avx512 => {
-            (avx512::run::<T, J>, avx512::tree::<T, J>, avx512::in_place::<T, J>)
-        }
-        _ => (baseline::run::<T, J>, baseline::tree::<T, J>, baseline::in_place::<T, J>),
-    };
+    let (run, tree, in_place): (KernelFunction, TreeKernelFunction, InPlaceKernelFunction) =
+        match path {
+            #[cfg(target_arch = "x86_64")]
+            InstructionSet::Avx2 => (avx2::run::<T, J>, avx2::tree::<T, J>, avx2::in_place::<T, J>),
+            #[cfg(target_arch = "x86_64")]
+            InstructionSet::Avx512 => {
+                (avx512::run::<T, J>, avx512::tree::<T, J>, avx512::in_place::<T, J>)
+            }
+            _ => (baseline::run::<T, J>, baseline::tree::<T, J>, baseline::in_place::<T, J>),
+        };
     ReductionKernel::Direct { run, tree, in_place, factor }
 }
 

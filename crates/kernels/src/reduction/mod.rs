@@ -52,7 +52,7 @@ use self::spec::BlockForm;
 use crate::{DataType, Error, ReduceOp, Result};
 
 pub use adasum::{AdasumPrecision, AdasumProducts};
-pub use neutral::{fill_neutral, neutral_element};
+pub use neutral::{fill_with_neutral_element, neutral_element};
 pub use order::ReductionOrder;
 pub use spec::{InstructionSet, ReductionSpec};
 
@@ -126,8 +126,7 @@ impl BlockReducer {
         let rounding = orders.clone().filter(|orders| {
             reduction.op.rounds_between_hosts() && halves && orders.sizes.len() > 1
         });
-        let reduction =
-            ReductionSpec { op: reduction.op.without_inter_host_rounding(), ..reduction };
+        let reduction = ReductionSpec { op: reduction.op.with_unrounded_partials(), ..reduction };
         // The kernels are faster without a tree, and only a sequential order can run in place.
         let orders = orders.filter(|orders| !orders.members.is_sequential());
         let refuse = |reason: &str| Error::Shape { reason: reason.to_owned() };

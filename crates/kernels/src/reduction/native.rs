@@ -317,7 +317,12 @@ impl<T: NativeElement, J: ReductionOperator<T>> DirectReduction<T, J> {
     /// Like [`run`](Self::run), in an order that is not sequential. The stack holds inputs, and
     /// blocks with combined values.
     #[inline(always)]
-    pub(super) fn run_tree(order: &ReductionOrder, inputs: &[&[u8]], out: &mut [u8], factor: f64) {
+    pub(super) fn run_in_tree_order(
+        order: &ReductionOrder,
+        inputs: &[&[u8]],
+        out: &mut [u8],
+        factor: f64,
+    ) {
         let (factor, one) = (T::factor(factor), T::factor(1.0));
         let bytes = inputs.iter().map(|input| input.len()).min().unwrap_or(0).min(out.len());
         let mut blocks = vec![[0; DIRECT_BLOCK_BYTES]; order.stack_depth()];

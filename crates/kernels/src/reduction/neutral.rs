@@ -14,7 +14,7 @@ use crate::{DataType, Error, ReduceOp, Result};
 /// `Unsupported` when the reduction is not defined for the type.
 pub fn neutral_element(dtype: DataType, op: ReduceOp) -> Result<[u8; 16]> {
     let unsupported = Err(Error::Unsupported { op, dtype });
-    let op = op.without_inter_host_rounding();
+    let op = op.with_unrounded_partials();
     let mut bytes = [0_u8; 16];
     let mut set = |value: &[u8]| bytes[..value.len()].copy_from_slice(value);
     macro_rules! integer {
@@ -80,7 +80,7 @@ pub fn neutral_element(dtype: DataType, op: ReduceOp) -> Result<[u8; 16]> {
 ///
 /// # Errors
 /// Like [`neutral_element`].
-pub fn fill_neutral(dtype: DataType, op: ReduceOp, out: &mut [u8]) -> Result<()> {
+pub fn fill_with_neutral_element(dtype: DataType, op: ReduceOp, out: &mut [u8]) -> Result<()> {
     let element = neutral_element(dtype, op)?;
     for cell in out.chunks_exact_mut(dtype.element_size()) {
         cell.copy_from_slice(&element[..dtype.element_size()]);

@@ -148,7 +148,7 @@ type WidenBlock<A> = unsafe fn(&[u8], &mut [A]);
 type MergeBlocks<A> = unsafe fn(&mut [A], &[A]);
 type NarrowBlock<A> = unsafe fn(&[A], &mut [u8]);
 type ScaleBlock<A> = unsafe fn(&mut [A], f64);
-type MeanByFactor<A> = unsafe fn(&mut [A], usize);
+type MeanByMemberCount<A> = unsafe fn(&mut [A], usize);
 
 /// Stages of a reduction, each compiled for one instruction set.
 pub(super) struct StagedKernel<A> {
@@ -159,7 +159,7 @@ pub(super) struct StagedKernel<A> {
     narrow: NarrowBlock<A>,
     store: NarrowBlock<A>,
     scale: ScaleBlock<A>,
-    mean: Option<(MeanByFactor<A>, usize)>,
+    mean: Option<(MeanByMemberCount<A>, usize)>,
     prescale: f64,
     postscale: f64,
 }
@@ -245,7 +245,7 @@ impl<A: NativeElement> StagedKernel<A> {
                 narrow: avx2::narrow::<F>,
                 store: avx2::store::<A>,
                 scale: avx2::scale::<F>,
-                mean: mean.map(|members| (avx2::mean::<F> as MeanByFactor<A>, members)),
+                mean: mean.map(|members| (avx2::mean::<F> as MeanByMemberCount<A>, members)),
                 prescale,
                 postscale,
             },
@@ -257,7 +257,7 @@ impl<A: NativeElement> StagedKernel<A> {
                 narrow: baseline::narrow::<F>,
                 store: baseline::store::<A>,
                 scale: baseline::scale::<F>,
-                mean: mean.map(|members| (baseline::mean::<F> as MeanByFactor<A>, members)),
+                mean: mean.map(|members| (baseline::mean::<F> as MeanByMemberCount<A>, members)),
                 prescale,
                 postscale,
             },

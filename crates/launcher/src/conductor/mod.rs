@@ -77,12 +77,12 @@ pub(crate) struct ConductorRules {
     pub(crate) collect_result: bool,
     /// Longest time in which agents that are connected only to the registrar must learn that the
     /// job is over and report their workers' ends.
-    pub(crate) report_timeout: Duration,
+    pub(crate) exit_report_timeout: Duration,
 }
 
 /// The way in which the end of a worker is reported, besides the registrar.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum AgentChannel {
+pub(crate) enum WorkerExitChannel {
     /// Its agent is a thread of this process.
     Thread,
     /// Its agent is at the other end of this connection.
@@ -150,7 +150,7 @@ struct ReportedExit {
 #[derive(Debug, Default)]
 struct JobTask {
     /// The channel that is still to report the worker's end.
-    awaited: Option<AgentChannel>,
+    awaited: Option<WorkerExitChannel>,
     outcome: Option<WorkerOutcome>,
     exit: Option<ReportedExit>,
     result: Option<Vec<u8>>,
@@ -203,7 +203,7 @@ pub(crate) struct Conductor {
     actions: Vec<ConductorAction>,
 }
 
-fn has_passed(now: Duration, since: Option<Duration>, limit: Duration) -> bool {
+fn has_time_passed(now: Duration, since: Option<Duration>, limit: Duration) -> bool {
     since.is_some_and(|since| now.saturating_sub(since) >= limit)
 }
 
@@ -213,14 +213,14 @@ impl Conductor {
     }
 
     /// Awaits the end of a worker from this channel.
-    pub(crate) fn await_end(&mut self, task: u32, channel: AgentChannel) {
+    pub(crate) fn expect_worker_end(&mut self, task: u32, channel: WorkerExitChannel) {
         self.task_mut(task).awaited = Some(channel);
     }
 
     /// Awaits the ends of workers from a new connection, the next in order.
     pub(crate) fn await_connection(&mut self, now: Duration, host: String, tasks: Vec<u32>) {
-        let connection = AgentChannel::Connection(self.connections.len());
-        tasks.into_iter().for_each(|task| self.await_end(task, connection));
+        let connection = WorkerExitChannel::Connection(self.connections.len());
+        tasks.into_iter().for_each(|task| self.expect_worker_end(task, connection));
         self.connections.push(HostConnection {
             host,
             is_ready: false,
@@ -230,7 +230,7 @@ impl Conductor {
     }
 
     /// Sets the host of a worker, for messages.
-    pub(crate) fn set_host(&mut self, task: u32, host: String) {
+    pub(crate) fn set_worker_host(&mut self, task: u32, host: String) {
         self.hosts.insert(task, host);
     }
 
@@ -255,7 +255,7 @@ impl Conductor {
         now: Duration,
         inputs: impl IntoIterator<Item = ConductorInput>,
     ) -> Vec<ConductorAction> {
-        inputs.into_iter().for_each(|input| self.take_input(now, input));
+        inputs.into_iter().for_each(|input| self.handle_conductor_input(now, input));
         self.accept_reported_exits(now);
         self.abort_after_failure(now);
         self.give_up_silent_agents(now);
@@ -280,18 +280,18 @@ impl Conductor {
 
     /// Returns the tasks whose ends this connection is still to report.
     fn awaited_tasks(&self, connection: usize) -> Vec<u32> {
-        let channel = Some(AgentChannel::Connection(connection));
+        let channel = Some(WorkerExitChannel::Connection(connection));
         let awaited = self.tasks.iter().filter(|(_, task)| task.awaited == channel);
         awaited.map(|(number, _)| *number).collect()
     }
 
-    fn stop_awaiting(&mut self, tasks: &[u32]) {
+    fn stop_expecting_ends(&mut self, tasks: &[u32]) {
         tasks.iter().for_each(|task| self.task_mut(*task).awaited = None);
     }
 
-    fn take_input(&mut self, now: Duration, input: ConductorInput) {
+    fn handle_conductor_input(&mut self, now: Duration, input: ConductorInput) {
         match input {
-            ConductorInput::Registrar(event) => self.take_registrar_event(now, event),
+            ConductorInput::Registrar(event) => self.handle_registrar_event(now, event),
             ConductorInput::ConnectionReady { connection } => {
                 self.connections[connection].is_ready = true;
             }
@@ -299,7 +299,7 @@ impl Conductor {
                 self.connections[connection].last_active = at;
             }
             ConductorInput::ConnectionLost { connection, error } => {
-                self.take_connection_loss(now, connection, error);
+                self.handle_connection_loss(now, connection, error);
             }
             ConductorInput::WorkerEnded { task, outcome } => {
                 let state = self.task_mut(task);
@@ -314,14 +314,16 @@ impl Conductor {
                     state.outcome = Some(outcome);
                 }
             }
-            ConductorInput::NoWorkers { tasks, error } => self.take_missing(now, &tasks, error),
+            ConductorInput::NoWorkers { tasks, error } => {
+                self.handle_missing_workers(now, &tasks, error)
+            }
             ConductorInput::StopWanted(level) if level > self.stop_level => {
                 self.stop_level = level;
                 self.actions.push(ConductorAction::ApplyStopLevel(level));
                 let has_adopted = self
                     .tasks
                     .values()
-                    .any(|task| task.awaited == Some(AgentChannel::RegistrarOnly));
+                    .any(|task| task.awaited == Some(WorkerExitChannel::RegistrarOnly));
                 if level > StopLevel::Interrupt || has_adopted {
                     self.abort_job(now, "interrupted".to_owned());
                 }
@@ -330,11 +332,11 @@ impl Conductor {
         }
     }
 
-    fn take_registrar_event(&mut self, now: Duration, event: JobEvent) {
+    fn handle_registrar_event(&mut self, now: Duration, event: JobEvent) {
         match event {
             JobEvent::Registered { task } => self.task_mut(task.0).is_registered = true,
             JobEvent::Start { task, host } => {
-                self.set_host(task.0, host.clone());
+                self.set_worker_host(task.0, host.clone());
                 match self.starting.last_mut() {
                     // One connection for all workers of a host: each ssh login costs a round of
                     // keys and a process.
@@ -365,19 +367,22 @@ impl Conductor {
                 let state = self.task_mut(task);
                 state.exit.get_or_insert(ReportedExit { at: now, rank, exit });
                 state.lost_since = None;
-                state.awaited = state.awaited.filter(|one| *one != AgentChannel::RegistrarOnly);
+                state.awaited =
+                    state.awaited.filter(|one| *one != WorkerExitChannel::RegistrarOnly);
             }
             JobEvent::Result { task, data, .. } => self.task_mut(task.0).result = Some(data),
-            JobEvent::Lost { task, rank, reason } => self.take_loss(now, task.0, rank, &reason),
-            JobEvent::Finished { .. } => self.end_job(now, JobEnd::Finished),
+            JobEvent::Lost { task, rank, reason } => {
+                self.handle_task_loss(now, task.0, rank, &reason)
+            }
+            JobEvent::Finished { .. } => self.record_job_end(now, JobEnd::Finished),
             JobEvent::Aborted { verdict, rank } => {
-                self.end_job(now, JobEnd::Failed(verdict, rank));
+                self.record_job_end(now, JobEnd::Failed(verdict, rank));
             }
             _ => {}
         }
     }
 
-    fn take_loss(&mut self, now: Duration, task: u32, rank: Option<Rank>, reason: &str) {
+    fn handle_task_loss(&mut self, now: Duration, task: u32, rank: Option<Rank>, reason: &str) {
         let host = self.hosts.get(&task).map_or("an unknown host", String::as_str);
         let who = match rank {
             Some(rank) => format!("rank {rank} on {host}"),
@@ -389,11 +394,11 @@ impl Conductor {
         if !state.has_ended() {
             state.lost_since = Some(now);
         }
-        let Some(AgentChannel::Connection(connection)) = state.awaited else { return };
+        let Some(WorkerExitChannel::Connection(connection)) = state.awaited else { return };
         let tasks = self.awaited_tasks(connection);
         // Without it, the end of the connection says why the agent is gone.
         if let Some(error) = self.connections[connection].lost.take() {
-            self.stop_awaiting(&tasks);
+            self.stop_expecting_ends(&tasks);
             self.record_error(now, error);
         } else if !self.rules.elastic {
             // One process holds the agents of a host, and after an abort the registrar reports no
@@ -405,13 +410,15 @@ impl Conductor {
     }
 
     /// Takes the end of the job from the registrar.
-    fn end_job(&mut self, now: Duration, end: JobEnd) {
+    fn record_job_end(&mut self, now: Duration, end: JobEnd) {
         // Later verdicts are consequences of the first.
         self.end.get_or_insert(end);
         self.over_at.get_or_insert(now);
         // In a job of a fixed size, agents get the verdict from the registrar, and report it.
         let unended = self.tasks.iter().filter(|(_, task)| {
-            self.rules.elastic && task.awaited == Some(AgentChannel::Thread) && !task.has_ended()
+            self.rules.elastic
+                && task.awaited == Some(WorkerExitChannel::Thread)
+                && !task.has_ended()
         });
         self.actions.extend(unended.map(|(task, _)| ConductorAction::CancelWorker {
             task: *task,
@@ -419,7 +426,7 @@ impl Conductor {
         }));
     }
 
-    fn take_connection_loss(&mut self, now: Duration, connection: usize, error: Error) {
+    fn handle_connection_loss(&mut self, now: Duration, connection: usize, error: Error) {
         // Marked as ready, because no answer of this host is to be waited for any more.
         let was_ready = std::mem::replace(&mut self.connections[connection].is_ready, true);
         let tasks = self.awaited_tasks(connection);
@@ -438,7 +445,7 @@ impl Conductor {
             self.connections[connection].lost = Some(error);
         } else if self.is_ending() {
             tracing::info!(%error, "a host disconnected, and its last messages were lost");
-            self.stop_awaiting(&tasks);
+            self.stop_expecting_ends(&tasks);
             // If all others have succeeded, nothing else says that these have not.
             self.silent_host_errors.push(error);
         } else {
@@ -447,13 +454,13 @@ impl Conductor {
             if was_ready && !self.rules.elastic {
                 self.abort_job(now, error.message_with_causes());
             }
-            self.take_missing(now, &tasks, error);
+            self.handle_missing_workers(now, &tasks, error);
         }
     }
 
     /// Takes note that these tasks have no worker, or none that can be reached.
-    fn take_missing(&mut self, now: Duration, tasks: &[u32], error: Error) {
-        self.stop_awaiting(tasks);
+    fn handle_missing_workers(&mut self, now: Duration, tasks: &[u32], error: Error) {
+        self.stop_expecting_ends(tasks);
         if !self.rules.elastic {
             // The registrar informs the other agents; the job still waits for their ends.
             return self.record_error(now, error);
@@ -475,7 +482,7 @@ impl Conductor {
     /// have ended, and those that are silent.
     fn accept_reported_exits(&mut self, now: Duration) {
         let confirmed = |task: &JobTask| {
-            let Some(AgentChannel::Connection(number)) = task.awaited else { return None };
+            let Some(WorkerExitChannel::Connection(number)) = task.awaited else { return None };
             let (connection, exit) = (&self.connections[number], task.exit.as_ref()?);
             // Nothing more about the outcome of a worker can follow if it succeeded, or if the
             // failure of the job is decided.
@@ -533,7 +540,7 @@ impl Conductor {
         let all_answered = self.connections.iter().all(|connection| connection.is_ready);
         if self.over_at.is_none()
             && self.failed_at.is_some()
-            && (all_answered || has_passed(now, self.failed_at, HOST_ANSWER_TIMEOUT))
+            && (all_answered || has_time_passed(now, self.failed_at, HOST_ANSWER_TIMEOUT))
         {
             let reasons: Vec<String> = self.errors.iter().map(Error::message_with_causes).collect();
             self.abort_job(now, reasons.join("; "));
@@ -543,12 +550,12 @@ impl Conductor {
     /// Closes the connections that will send nothing more, and stops waiting for their reports and
     /// for those of agents that only the registrar hears.
     fn give_up_silent_agents(&mut self, now: Duration) {
-        let is_late = has_passed(now, self.over_at, JOB_END_TIMEOUT);
+        let is_late = has_time_passed(now, self.over_at, JOB_END_TIMEOUT);
         let has_no_use_for_results =
             self.stop_level > StopLevel::Interrupt || matches!(self.end, Some(JobEnd::Failed(..)));
         let mut awaited = vec![Vec::new(); self.connections.len()];
         for (number, task) in &self.tasks {
-            if let Some(AgentChannel::Connection(connection)) = task.awaited {
+            if let Some(WorkerExitChannel::Connection(connection)) = task.awaited {
                 awaited[connection].push(*number);
             }
         }
@@ -560,7 +567,7 @@ impl Conductor {
             let host = connection.host.clone();
             // A large result may be on its way for longer than any fixed limit.
             let is_silent =
-                has_passed(now, Some(connection.last_active), EXIT_CONFIRMATION_TIMEOUT);
+                has_time_passed(now, Some(connection.last_active), EXIT_CONFIRMATION_TIMEOUT);
             if self.is_ending() && !self.rules.elastic && !connection.is_ready {
                 // No worker runs there, so there is no end to wait for.
                 let reason = format!("it has not answered within {now:.1?}");
@@ -575,16 +582,16 @@ impl Conductor {
             } else {
                 continue;
             }
-            self.stop_awaiting(&tasks);
+            self.stop_expecting_ends(&tasks);
             self.actions.push(ConductorAction::CloseConnection(number));
         }
-        let is_unheard = has_passed(now, self.over_at, self.rules.report_timeout);
+        let is_unheard = has_time_passed(now, self.over_at, self.rules.exit_report_timeout);
         let adopted = self.tasks.iter().filter(|(task, state)| {
-            state.awaited == Some(AgentChannel::RegistrarOnly)
+            state.awaited == Some(WorkerExitChannel::RegistrarOnly)
                 && (is_unheard || self.is_gone(now, **task))
         });
         let adopted: Vec<u32> = adopted.map(|(task, _)| *task).collect();
-        self.stop_awaiting(&adopted);
+        self.stop_expecting_ends(&adopted);
     }
 
     /// Returns whether no report of a worker's agent is to be expected.
@@ -593,8 +600,8 @@ impl Conductor {
         let end_timeout = if is_over { JOB_END_TIMEOUT } else { DISMISSED_WORKER_TIMEOUT };
         self.tasks.get(&task).is_some_and(|task| {
             ((is_over || self.rules.elastic)
-                && has_passed(now, task.lost_since, SILENT_HOST_TIMEOUT))
-                || has_passed(now, task.ending_since, end_timeout)
+                && has_time_passed(now, task.lost_since, SILENT_HOST_TIMEOUT))
+                || has_time_passed(now, task.ending_since, end_timeout)
         })
     }
 }

@@ -101,7 +101,7 @@ impl Conductor {
                 let outcome = state.outcome.take().unwrap_or_else(|| WorkerOutcome {
                     // The connection to the worker's agent broke after the worker had succeeded.
                     exit_kind: Some(ExitKind::Code(0)),
-                    ..WorkerOutcome::without_worker(String::new())
+                    ..WorkerOutcome::outcome_without_worker(String::new())
                 });
                 let result = outcome.result.or_else(|| state.result.take());
                 let (rank, aborted) = (Some(Rank(rank)), false);
@@ -127,7 +127,7 @@ impl Conductor {
             Some(outcome) if !outcome.exit_kind.as_ref().is_some_and(ExitKind::is_success) => {
                 WorkerOutcome { rank, reason: reason.clone(), aborted: false, ..outcome }
             }
-            _ => WorkerOutcome::without_worker(verdict.reason.clone()),
+            _ => WorkerOutcome::outcome_without_worker(verdict.reason.clone()),
         };
         let others = self.take_outcomes().into_iter();
         let others = others.map(|outcome| WorkerOutcome {

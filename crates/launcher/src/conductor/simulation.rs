@@ -44,7 +44,7 @@ enum SimulatedEvent {
 
 #[derive(Debug)]
 struct SimulatedWorker {
-    channel: AgentChannel,
+    channel: WorkerExitChannel,
     end: Option<(ExitKind, bool)>,
     is_dead: bool,
 }
@@ -97,12 +97,15 @@ impl SimulatedJob {
             let tasks: Vec<u32> = (task..task + self.rng.random_range(1..3)).collect();
             task += u32::try_from(tasks.len()).unwrap();
             let is_here = connection == num_connections;
-            let channel =
-                if is_here { AgentChannel::Thread } else { AgentChannel::Connection(connection) };
+            let channel = if is_here {
+                WorkerExitChannel::Thread
+            } else {
+                WorkerExitChannel::Connection(connection)
+            };
             let worker = |task| (task, SimulatedWorker { channel, end: None, is_dead: false });
             self.workers.extend(tasks.iter().copied().map(worker));
             if is_here {
-                tasks.iter().for_each(|task| self.conductor.await_end(*task, channel));
+                tasks.iter().for_each(|task| self.conductor.expect_worker_end(*task, channel));
                 continue;
             }
             let host = format!("host-{connection}");
@@ -232,7 +235,7 @@ impl SimulatedJob {
 
     fn lose_host(&mut self, connection: usize) {
         self.dead_hosts.push(connection);
-        let channel = AgentChannel::Connection(connection);
+        let channel = WorkerExitChannel::Connection(connection);
         let lost: Vec<u32> = self
             .workers
             .iter_mut()
@@ -285,7 +288,7 @@ impl SimulatedJob {
     /// Passes on a worker's end by its agent's own channel.
     fn report(&mut self, task: u32) {
         let worker = &self.workers[&task];
-        if let AgentChannel::Connection(connection) = worker.channel {
+        if let WorkerExitChannel::Connection(connection) = worker.channel {
             let is_open = match self.fates[connection] {
                 ConnectionFate::Works => true,
                 ConnectionFate::FallsSilent(at) | ConnectionFate::Breaks(at) => self.now < at,
@@ -309,7 +312,7 @@ impl SimulatedJob {
                 .filter(|_| has_failed)
                 .map(|verdict| verdict.reason.clone()),
             exit_kind: Some(kind),
-            ..WorkerOutcome::without_worker(String::new())
+            ..WorkerOutcome::outcome_without_worker(String::new())
         };
         let outcome = WorkerOutcome { result: Some(Vec::new()), ..outcome };
         self.advance(Some(ConductorInput::WorkerEnded { task, outcome }));

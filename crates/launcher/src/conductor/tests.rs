@@ -18,8 +18,8 @@ pub(super) fn world_of(tasks: &[u32]) -> World {
 }
 
 pub(super) fn conductor(elastic: bool) -> Conductor {
-    let report_timeout = JOB_END_TIMEOUT;
-    Conductor::new(ConductorRules { elastic, collect_result: true, report_timeout })
+    let exit_report_timeout = JOB_END_TIMEOUT;
+    Conductor::new(ConductorRules { elastic, collect_result: true, exit_report_timeout })
 }
 
 fn outcome(code: i32) -> WorkerOutcome {
@@ -27,7 +27,7 @@ fn outcome(code: i32) -> WorkerOutcome {
         exit_kind: Some(ExitKind::Code(code)),
         aborted: false,
         reason: None,
-        ..WorkerOutcome::without_worker(String::new())
+        ..WorkerOutcome::outcome_without_worker(String::new())
     }
 }
 
@@ -54,7 +54,7 @@ fn ended(task: u32, outcome: WorkerOutcome) -> ConductorInput {
 /// Returns the report of an elastic job with workers in threads of this process.
 fn elastic_report(ranks: &[u32], tasks: &[u32], inputs: Vec<ConductorInput>) -> JobReport {
     let mut conductor = conductor(true);
-    tasks.iter().for_each(|task| conductor.await_end(*task, AgentChannel::Thread));
+    tasks.iter().for_each(|task| conductor.expect_worker_end(*task, WorkerExitChannel::Thread));
     if !ranks.is_empty() {
         conductor.set_world(world_of(ranks));
     }

@@ -62,13 +62,13 @@ impl HostWatcher {
         };
         thread::Builder::new()
             .name("farandole-discovery".to_owned())
-            .spawn(move || looking.run_discovery(&sender, &woken))
+            .spawn(move || looking.run_discovery_loop(&sender, &woken))
             .map_err(|source| Error::System { what: "starting a thread", source })?;
         Ok(Self { stop, wake, found })
     }
 
     /// Returns the next change, or the error of the first discovery; `None` when `timeout` passes.
-    pub(crate) fn next_change(
+    pub(crate) fn wait_for_host_change(
         &self,
         timeout: Duration,
     ) -> Option<std::result::Result<DiscoveredHosts, String>> {
@@ -97,7 +97,7 @@ struct DiscoveryLoop {
 }
 
 impl DiscoveryLoop {
-    fn run_discovery(
+    fn run_discovery_loop(
         mut self,
         sender: &mpsc::Sender<std::result::Result<DiscoveredHosts, String>>,
         woken: &mpsc::Receiver<()>,
@@ -105,7 +105,7 @@ impl DiscoveryLoop {
         let first = self
             .discovery
             .find_hosts(&self.stop)
-            .map(|hosts| self.detect_change(hosts).unwrap_or_default());
+            .map(|hosts| self.hosts_if_changed(hosts).unwrap_or_default());
         let failed = first.is_err();
         // A first failure is most likely a mistake of the user. Later failures may pass, and the
         // job continues.
@@ -130,7 +130,7 @@ impl DiscoveryLoop {
                     if self.last_failure.take().is_some() {
                         tracing::info!("hosts were found again");
                     }
-                    if let Some(found) = self.detect_change(hosts)
+                    if let Some(found) = self.hosts_if_changed(hosts)
                         && sender.send(Ok(found)).is_err()
                     {
                         return;
@@ -142,7 +142,7 @@ impl DiscoveryLoop {
     }
 
     /// Returns the present hosts, if they have changed.
-    fn detect_change(&mut self, mut hosts: Vec<HostSlots>) -> Option<DiscoveredHosts> {
+    fn hosts_if_changed(&mut self, mut hosts: Vec<HostSlots>) -> Option<DiscoveredHosts> {
         hosts.retain(|host| host.slots > 0);
         if hosts == self.last_found.hosts {
             return None;
@@ -208,21 +208,25 @@ mod tests {
             Ok(one.clone()),
         ])))
         .unwrap();
-        let found = watch.next_change(LONG).unwrap().unwrap();
+        let found = watch.wait_for_host_change(LONG).unwrap().unwrap();
         assert_eq!(found.hosts, one);
         assert!(
             found.are_all_hosts_local()
                 && found.is_local_host("localhost")
                 && !found.is_local_host("elsewhere")
         );
-        assert_eq!(watch.next_change(LONG).unwrap().unwrap().hosts, two);
-        assert_eq!(watch.next_change(LONG).unwrap().unwrap().hosts, one, "not an empty list");
+        assert_eq!(watch.wait_for_host_change(LONG).unwrap().unwrap().hosts, two);
+        assert_eq!(
+            watch.wait_for_host_change(LONG).unwrap().unwrap().hosts,
+            one,
+            "not an empty list"
+        );
     }
 
     #[test]
     fn a_first_failure_is_reported() {
         let watch =
             HostWatcher::spawn_thread(Box::new(Played(vec![Err("no".to_owned())]))).unwrap();
-        assert_eq!(watch.next_change(LONG).unwrap().unwrap_err(), "no");
+        assert_eq!(watch.wait_for_host_change(LONG).unwrap().unwrap_err(), "no");
     }
 }

@@ -38,7 +38,7 @@ impl ElasticJob {
     ///
     /// # Errors
     /// `Usage` for numbers that contradict each other; the text names their flags.
-    pub fn rules_from_config(num_proc: u32, config: &Config) -> Result<ElasticOptions> {
+    pub fn elastic_rules_from_config(num_proc: u32, config: &Config) -> Result<ElasticOptions> {
         let spares = u32::try_from(config.spares).unwrap_or(u32::MAX);
         // Without a maximum, spares would join the world instead of waiting.
         let unbounded = if spares > 0 { num_proc } else { u32::MAX };
@@ -95,12 +95,12 @@ impl ElasticJob {
         let fixed = discovery.is_fixed();
         let watch = HostWatcher::spawn_thread(discovery)?;
         let Some(found) = wait_for_first_hosts(&watch, stop_level)? else {
-            let outcome = WorkerOutcome::without_worker("interrupted".to_owned());
+            let outcome = WorkerOutcome::outcome_without_worker("interrupted".to_owned());
             return Ok(JobReport { outcomes: vec![outcome], interrupted: true });
         };
         let mut options = RegistrarOptions::from_config(self.rules.first, &self.program.config);
         if fixed {
-            self.check_slots(&found)?;
+            self.check_enough_slots(&found)?;
             if found.are_all_hosts_local() {
                 listen_on_loopback(&mut options);
             }
@@ -110,7 +110,7 @@ impl ElasticJob {
         let mut job_run =
             JobRun::new(&self.program, &registrar, (sink, observer), Some(&watch), lasting);
         job_run.adopt_workers();
-        job_run.publish_hosts(found)?;
+        job_run.report_hosts_to_registrar(found)?;
         // Before the registrar closes: agents end their workers on the order that this sends.
         let ended = job_run.run_until_done(stop_level);
         drop(watch);
@@ -119,7 +119,7 @@ impl ElasticJob {
     }
 
     /// Checks that hosts that do not change have slots for all processes of the first world.
-    fn check_slots(&self, found: &DiscoveredHosts) -> Result<()> {
+    fn check_enough_slots(&self, found: &DiscoveredHosts) -> Result<()> {
         let slots: u64 = found.hosts.iter().map(|host| u64::from(host.slots)).sum();
         let first = self.rules.first;
         if u64::from(first) <= slots {
@@ -139,7 +139,7 @@ fn wait_for_first_hosts(
     stop_level: &dyn Fn() -> StopLevel,
 ) -> Result<Option<DiscoveredHosts>> {
     loop {
-        match watch.next_change(STOP_POLL_INTERVAL) {
+        match watch.wait_for_host_change(STOP_POLL_INTERVAL) {
             Some(Ok(found)) => return Ok(Some(found)),
             Some(Err(reason)) => return Err(Error::Discovery { reason }),
             None if stop_level() > StopLevel::Continue => return Ok(None),

@@ -62,19 +62,19 @@ pub(super) fn query_program(
     Ok(ProgramOutput {
         exit_code: status.code(),
         stdout: text(&stdout),
-        stderr_line: join_last_lines(&text(&stderr)),
+        stderr_line: join_last_stderr_lines(&text(&stderr)),
     })
 }
 
 /// The program's output to stdout and to stderr.
-type ProgramStreams = (mpsc::Receiver<Vec<u8>>, mpsc::Receiver<Vec<u8>>);
+type PendingProgramOutput = (mpsc::Receiver<Vec<u8>>, mpsc::Receiver<Vec<u8>>);
 
 /// Waits until the program has ended. It is not reaped, and its output may still be incomplete.
 fn wait_for_exit(
     child: &mut Child,
     limit: Duration,
     stop: &DiscoveryStopFlag,
-) -> Result<ProgramStreams, String> {
+) -> Result<PendingProgramOutput, String> {
     let deadline = Instant::now() + limit;
     let group = child_pid(child).map_err(|error| error.to_string())?;
     // If this process is killed, a script such as `kubectl` with a pipe would stay behind.
@@ -121,7 +121,7 @@ fn spawn_query_thread(work: impl FnOnce() + Send + 'static) -> Result<(), String
     started.map(drop).map_err(|error| format!("cannot be watched: {error}"))
 }
 
-fn join_last_lines(text: &str) -> String {
+fn join_last_stderr_lines(text: &str) -> String {
     let lines: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
     let text = lines.join("; ");
     let cut = text.char_indices().rev().nth(MAX_STDERR_CHARS).map_or(0, |(at, _)| at);

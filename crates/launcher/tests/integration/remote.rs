@@ -19,7 +19,8 @@ use farandole_config::Config;
 use farandole_launcher::elastic::{ElasticJob, StaticHostList};
 use farandole_launcher::hosts::parse_hosts;
 use farandole_launcher::{
-    AgentHello, Error, JobReport, RemoteShell, StaticJob, StopLevel, WorkerProgram, serve_host,
+    AgentHello, Error, JobReport, RemoteShell, StaticJob, StopLevel, WorkerProgram,
+    serve_one_launcher,
 };
 use farandole_registrar::ExitKind;
 use farandole_telemetry::{RecordSink, WorkerRecord};
@@ -95,7 +96,7 @@ impl Bed {
     fn run_elastic(&self, script: &str, stop_level: impl Fn() -> StopLevel) -> JobReport {
         let settings = [("elastic_timeout", "2"), ("blacklist_cooldown_range", "600 600")];
         let program = self.program(script, &settings);
-        let rules = ElasticJob::rules_from_config(2, &program.config).unwrap();
+        let rules = ElasticJob::elastic_rules_from_config(2, &program.config).unwrap();
         let hosts = StaticHostList(parse_hosts("localhost:1,far:1").unwrap());
         let (sender, _lines) = mpsc::channel();
         let sink = Arc::new(Lines(Mutex::new(sender))) as Arc<dyn RecordSink>;
@@ -128,7 +129,7 @@ fn appears(path: &Path) {
 #[test]
 fn plays_an_agent() {
     if std::env::var(AGENT).is_ok() {
-        serve_host(
+        serve_one_launcher(
             &AgentHello::new("3.11.2".into(), "python".into()),
             std::io::stdin(),
             std::io::stdout(),

@@ -11,19 +11,19 @@ use crate::exit::{ExitKind, ExitReport};
 /// the number of journal steps.
 fn form_and_reform_world(
     size: u32,
-    mut take: impl FnMut(&mut ElasticMembership, Duration, StepKind) -> bool,
+    mut take: impl FnMut(&mut ElasticMembership, Duration, ElasticStepInput) -> bool,
 ) -> (Duration, u32) {
     let rules = ElasticRules { first: size, min_workers: 1, max_workers: size, ..RULES };
     let (mut machine, now) = (ElasticMembership::new(rules), Duration::from_secs(1));
     let hosts = (0..size / 8).map(|host| (format!("host-{host}.example.org"), 8)).collect();
-    let mut inputs = vec![StepKind::Input(MembershipInput::Hosts(hosts))];
+    let mut inputs = vec![ElasticStepInput::Input(MembershipInput::Hosts(hosts))];
     let host_hash = |task| HostHash(format!("host-{}.example.org-0123456789abcdef", task / 8));
-    let register = |task| StepKind::AgentRegistration {
+    let register = |task| ElasticStepInput::AgentRegistration {
         task: TaskId(task),
         session: task.into(),
         host_hash: host_hash(task),
     };
-    let ask = |task, after, suspects: &[u32]| StepKind::WorldRequest {
+    let ask = |task, after, suspects: &[u32]| ElasticStepInput::WorldRequest {
         task: TaskId(task),
         after: Generation(after),
         suspects: suspects.iter().copied().map(TaskId).collect(),
@@ -36,13 +36,13 @@ fn form_and_reform_world(
         stopped: false,
         stderr_tail: Vec::new(),
     };
-    inputs.push(StepKind::Input(MembershipInput::Exited {
+    inputs.push(ElasticStepInput::Input(MembershipInput::Exited {
         task: TaskId(1),
         generation: Generation(1),
         exit,
     }));
     inputs.extend((0..size).filter(|task| *task != 1).map(|task| ask(task, 1, &[1])));
-    inputs.extend((0..64).map(|_| StepKind::Input(MembershipInput::Tick)));
+    inputs.extend((0..64).map(|_| ElasticStepInput::Input(MembershipInput::Tick)));
     let began = std::time::Instant::now();
     let steps = inputs.into_iter().map(|what| u32::from(take(&mut machine, now, what))).sum();
     assert_eq!(machine.generation(), Generation(2));

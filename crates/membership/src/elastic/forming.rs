@@ -113,7 +113,7 @@ impl ElasticMembership {
             if calm && let Some(task) = self.find_unreachable_survivor(&survivors) {
                 let reason = "cannot be reached by its peers".to_owned();
                 decisions.push(MembershipDecision::End { task, reason: reason.clone() });
-                return self.lose_worker(now, task, LossCause::Lost(reason), decisions);
+                return self.remove_lost_worker(now, task, LossCause::Lost(reason), decisions);
             }
             return self.assign_world(now, &survivors, members, decisions);
         }

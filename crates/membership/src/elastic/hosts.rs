@@ -58,7 +58,7 @@ impl ElasticHosts {
 
     /// Replaces the list of available hosts. A host that is listed twice has the slots of both
     /// entries.
-    pub(super) fn update_discovered(&mut self, hosts: Vec<(String, u32)>) {
+    pub(super) fn update_discovered_hosts(&mut self, hosts: Vec<(String, u32)>) {
         (self.known, self.outdated) = (true, false);
         for host in &mut self.all {
             // Hosts stay in the list with their failures: a host that returns must not begin
@@ -198,7 +198,7 @@ mod tests {
     #[test]
     fn a_host_cools_down_longer_after_each_failure_and_is_forgiven_one_day() {
         let mut hosts = ElasticHosts::new((SECOND, 20 * SECOND));
-        hosts.update_discovered(vec![("a".to_owned(), 1)]);
+        hosts.update_discovered_hosts(vec![("a".to_owned(), 1)]);
         let mut now = Duration::ZERO;
         let mut waits = Vec::new();
         for _ in 0..7 {
@@ -218,7 +218,7 @@ mod tests {
     #[test]
     fn a_host_that_a_worker_leaves_rests_and_has_not_failed() {
         let mut hosts = ElasticHosts::new((SECOND, 20 * SECOND));
-        hosts.update_discovered(vec![("a".to_owned(), 1)]);
+        hosts.update_discovered_hosts(vec![("a".to_owned(), 1)]);
         for turn in 0..5 {
             hosts.block_new_workers(10 * turn * SECOND, "a");
             assert!(vacant(&hosts, 10 * turn * SECOND, &[]).is_empty());
@@ -237,7 +237,7 @@ mod tests {
     #[test]
     fn slots_decide_which_workers_stay_and_where_there_is_room() {
         let mut hosts = ElasticHosts::new((SECOND, SECOND));
-        hosts.update_discovered(vec![("a".to_owned(), 1), ("b".to_owned(), 2)]);
+        hosts.update_discovered_hosts(vec![("a".to_owned(), 1), ("b".to_owned(), 2)]);
         let living = [(0, "a"), (1, "a"), (2, "c")].map(|(task, host)| (TaskId(task), host));
         let surplus: Vec<u32> = hosts.surplus_workers(&living).keys().map(|task| task.0).collect();
         assert_eq!(surplus, [1, 2]);

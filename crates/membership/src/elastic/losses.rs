@@ -32,13 +32,13 @@ impl ElasticMembership {
         if worker.stage == WorkerStage::Leaving || worker.dismissed.is_some() || exit.stopped {
             self.remove_worker(now, task);
         } else if !exit.kind.is_success() {
-            self.lose_worker(now, task, LossCause::from_exit(exit), decisions);
+            self.remove_lost_worker(now, task, LossCause::from_exit(exit), decisions);
         } else if member && worker.stage == WorkerStage::Working {
             worker.stage = WorkerStage::Done;
         } else if matches!(worker.stage, WorkerStage::Starting | WorkerStage::Importing) {
             // Count it as a failure: a program that never asks for a world would be started again
             // for ever.
-            self.lose_worker(
+            self.remove_lost_worker(
                 now,
                 task,
                 LossCause::OwnFailure("ended before it called init()".to_owned()),
@@ -60,7 +60,7 @@ impl ElasticMembership {
     }
 
     /// Removes a lost worker and blames its host, unless the worker was dismissed.
-    pub(super) fn lose_worker(
+    pub(super) fn remove_lost_worker(
         &mut self,
         now: Duration,
         task: TaskId,
@@ -123,13 +123,13 @@ impl ElasticMembership {
         for (task, reason) in &gone {
             // The process may still run, and must not come back.
             decisions.push(MembershipDecision::End { task: *task, reason: reason.clone() });
-            self.lose_worker(now, *task, LossCause::Lost(reason.clone()), decisions);
+            self.remove_lost_worker(now, *task, LossCause::Lost(reason.clone()), decisions);
         }
         self.losses = gone;
     }
 
     /// Removes members that others have lost and that do not ask for the next world themselves.
-    pub(super) fn expel_suspects(
+    pub(super) fn expel_suspected_members(
         &mut self,
         now: Duration,
         decisions: &mut Vec<MembershipDecision>,
@@ -162,7 +162,7 @@ impl ElasticMembership {
         for task in expelled {
             let reason = "fell silent: its peers lost it".to_owned();
             decisions.push(MembershipDecision::End { task, reason: reason.clone() });
-            self.lose_worker(now, task, LossCause::Lost(reason), decisions);
+            self.remove_lost_worker(now, task, LossCause::Lost(reason), decisions);
         }
     }
 }

@@ -57,7 +57,7 @@ use crate::decisions::{
 };
 use crate::exit::GenerationVerdict;
 use hosts::ElasticHosts;
-pub use steps::{JournalStep, StepKind};
+pub use steps::{ElasticStepInput, JournalStep};
 use world::{CurrentWorld, LossCause};
 
 /// The rules of [`ElasticMembership`].
@@ -300,7 +300,7 @@ impl ElasticMembership {
         // If thousands of workers ask, most requests cause no decision; the next tick handles the
         // rest.
         let decisions =
-            if self.may_cause_decision(task) { self.settle_membership(now) } else { Vec::new() };
+            if self.may_cause_decision(task) { self.make_due_decisions(now) } else { Vec::new() };
         let leaving =
             self.workers.get(&task).is_none_or(|worker| worker.stage == WorkerStage::Leaving);
         if leaving && decisions.is_empty() {
@@ -311,7 +311,7 @@ impl ElasticMembership {
     }
 
     /// Takes an event and returns the actions that follow.
-    pub fn observe_input(
+    pub fn apply_membership_input(
         &mut self,
         now: Duration,
         input: MembershipInput,
@@ -332,11 +332,11 @@ impl ElasticMembership {
             MembershipInput::Exited { task, exit, .. } => {
                 self.record_exit(now, task, &exit, &mut decisions)
             }
-            MembershipInput::Hosts(hosts) => self.hosts.update_discovered(hosts),
+            MembershipInput::Hosts(hosts) => self.hosts.update_discovered_hosts(hosts),
             MembershipInput::NotStarted { task, reason } => {
                 // The connection that started the worker may have broken while the worker lives.
                 decisions.push(MembershipDecision::End { task, reason: reason.clone() });
-                self.lose_worker(now, task, LossCause::Lost(reason), &mut decisions);
+                self.remove_lost_worker(now, task, LossCause::Lost(reason), &mut decisions);
             }
             MembershipInput::Leaves { task, reason } => {
                 if let Some(worker) = self.workers.get(&task) {
@@ -354,7 +354,7 @@ impl ElasticMembership {
             }
             MembershipInput::Tick => {}
         }
-        decisions.extend(self.settle_membership(now));
+        decisions.extend(self.make_due_decisions(now));
         decisions
     }
 
@@ -407,7 +407,7 @@ impl ElasticMembership {
         }
     }
 
-    fn settle_membership(&mut self, now: Duration) -> Vec<MembershipDecision> {
+    fn make_due_decisions(&mut self, now: Duration) -> Vec<MembershipDecision> {
         let mut decisions = Vec::new();
         if !matches!(self.phase, ElasticPhase::Open) {
             return decisions;
@@ -415,8 +415,8 @@ impl ElasticMembership {
         // Losses come before plans: a lost worker frees its slot, and the next world must not
         // contain it.
         self.drop_silent_workers(now, &mut decisions);
-        self.expel_suspects(now, &mut decisions);
-        self.plan_workers(now, &mut decisions);
+        self.expel_suspected_members(now, &mut decisions);
+        self.start_and_dismiss_workers(now, &mut decisions);
         self.release_dismissed_workers(now, &mut decisions);
         if !matches!(self.phase, ElasticPhase::Open) {
             return decisions;

@@ -22,7 +22,11 @@ impl ElasticWorker {
 
 impl ElasticMembership {
     /// Starts workers on free slots, and dismisses workers without a slot.
-    pub(super) fn plan_workers(&mut self, now: Duration, decisions: &mut Vec<MembershipDecision>) {
+    pub(super) fn start_and_dismiss_workers(
+        &mut self,
+        now: Duration,
+        decisions: &mut Vec<MembershipDecision>,
+    ) {
         if !self.hosts.are_hosts_known() {
             return;
         }

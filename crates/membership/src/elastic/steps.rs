@@ -14,7 +14,7 @@ use crate::decisions::{AgentPresence, MembershipDecision, MembershipInput, Regis
 
 /// The input of a step.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub enum StepKind {
+pub enum ElasticStepInput {
     /// An agent registers.
     #[serde(rename = "Registers")]
     AgentRegistration {
@@ -44,7 +44,7 @@ pub enum StepKind {
     Restart,
 }
 
-impl StepKind {
+impl ElasticStepInput {
     /// Returns whether a journal records the step in any case. Frequent or repeatable steps are
     /// recorded only if they changed something.
     fn is_always_journaled(&self) -> bool {
@@ -69,7 +69,7 @@ pub struct JournalStep {
     pub at: Duration,
     /// Its input.
     #[serde(rename = "what")]
-    pub input: StepKind,
+    pub input: ElasticStepInput,
     /// The tasks that the step gave up because of their silence.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub losses: Vec<(TaskId, String)>,
@@ -82,10 +82,10 @@ impl ElasticMembership {
     pub fn take_journaled_step(
         &mut self,
         now: Duration,
-        input: StepKind,
+        input: ElasticStepInput,
     ) -> (Option<JournalStep>, Result<Vec<MembershipDecision>, RegistrationRefusal>) {
         // Before the clone below: thousands of heartbeats come each second.
-        if let StepKind::Input(MembershipInput::Heartbeat { .. }) = input {
+        if let ElasticStepInput::Input(MembershipInput::Heartbeat { .. }) = input {
             return (None, self.take_step(now, input));
         }
         let outcome = self.take_step(now, input.clone());
@@ -101,17 +101,17 @@ impl ElasticMembership {
     pub fn take_step(
         &mut self,
         now: Duration,
-        input: StepKind,
+        input: ElasticStepInput,
     ) -> Result<Vec<MembershipDecision>, RegistrationRefusal> {
         match input {
-            StepKind::AgentRegistration { task, session, host_hash } => {
+            ElasticStepInput::AgentRegistration { task, session, host_hash } => {
                 self.register_worker(now, task, session, host_hash)
             }
-            StepKind::WorldRequest { task, after, suspects } => {
+            ElasticStepInput::WorldRequest { task, after, suspects } => {
                 self.request_world(now, task, after, suspects)
             }
-            StepKind::Input(input) => Ok(self.observe_input(now, input)),
-            StepKind::Restart => Ok(self.resume_after_outage(now)),
+            ElasticStepInput::Input(input) => Ok(self.apply_membership_input(now, input)),
+            ElasticStepInput::Restart => Ok(self.resume_after_outage(now)),
         }
     }
 
@@ -155,7 +155,7 @@ impl ElasticMembership {
         if let Some(present) = &mut self.present {
             present.reset_announcements();
         }
-        self.settle_membership(now)
+        self.make_due_decisions(now)
     }
 
     /// Replaces the rules from now on.

@@ -41,7 +41,7 @@ impl Job {
     }
 
     fn say(&mut self, input: MembershipInput) {
-        let decisions = self.machine.observe_input(self.now, input);
+        let decisions = self.machine.apply_membership_input(self.now, input);
         self.decisions.extend(decisions);
     }
 
@@ -457,10 +457,13 @@ fn after_an_outage_all_have_the_usual_time_and_silent_starts_are_repeated() {
     let at = Duration::from_secs;
     let mut machine = ElasticMembership::new(RULES);
     let decided = machine
-        .take_step(at(0), StepKind::Input(MembershipInput::Hosts(vec![("a".to_owned(), 2)])))
+        .take_step(
+            at(0),
+            ElasticStepInput::Input(MembershipInput::Hosts(vec![("a".to_owned(), 2)])),
+        )
         .unwrap();
     assert_eq!(decided.len(), 2, "{decided:?}");
-    let register = |task| StepKind::AgentRegistration {
+    let register = |task| ElasticStepInput::AgentRegistration {
         task: TaskId(task),
         session: 7,
         host_hash: HostHash("a".to_owned()),
@@ -468,14 +471,17 @@ fn after_an_outage_all_have_the_usual_time_and_silent_starts_are_repeated() {
     machine.take_step(at(1), register(0)).unwrap();
     // No agent was heard for a while.
     assert_eq!(
-        machine.take_step(at(50), StepKind::Restart).unwrap(),
+        machine.take_step(at(50), ElasticStepInput::Restart).unwrap(),
         [],
         "the hosts may have changed"
     );
-    assert_eq!(machine.take_step(at(50), StepKind::Input(MembershipInput::Tick)).unwrap(), []);
+    assert_eq!(
+        machine.take_step(at(50), ElasticStepInput::Input(MembershipInput::Tick)).unwrap(),
+        []
+    );
     let hosts = vec![("a".to_owned(), 1), ("b".to_owned(), 1)];
     let decided =
-        machine.take_step(at(50), StepKind::Input(MembershipInput::Hosts(hosts))).unwrap();
+        machine.take_step(at(50), ElasticStepInput::Input(MembershipInput::Hosts(hosts))).unwrap();
     assert_eq!(decided, [MembershipDecision::Start { task: TaskId(2), host: "b".to_owned() }]);
     assert_eq!(machine.living_workers().collect::<Vec<_>>(), [(TaskId(0), "a")]);
     assert_eq!(machine.gone_workers().collect::<Vec<_>>(), [TaskId(1)]);
@@ -483,8 +489,14 @@ fn after_an_outage_all_have_the_usual_time_and_silent_starts_are_repeated() {
         machine.take_step(at(51), register(1)),
         Err(RegistrationRefusal::NotWanted { task: TaskId(1) })
     );
-    assert!(machine.take_step(at(54), StepKind::Input(MembershipInput::Tick)).unwrap().is_empty());
-    let decided = machine.take_step(at(55), StepKind::Input(MembershipInput::Tick)).unwrap();
+    assert!(
+        machine
+            .take_step(at(54), ElasticStepInput::Input(MembershipInput::Tick))
+            .unwrap()
+            .is_empty()
+    );
+    let decided =
+        machine.take_step(at(55), ElasticStepInput::Input(MembershipInput::Tick)).unwrap();
     assert!(
         matches!(
             decided[..],
@@ -501,11 +513,11 @@ fn a_job_that_was_over_is_over_after_an_outage() {
     machine
         .take_step(
             Duration::ZERO,
-            StepKind::Input(MembershipInput::Abort { reason: reason.clone() }),
+            ElasticStepInput::Input(MembershipInput::Abort { reason: reason.clone() }),
         )
         .unwrap();
     assert_eq!(
-        machine.take_step(Duration::ZERO, StepKind::Restart).unwrap(),
+        machine.take_step(Duration::ZERO, ElasticStepInput::Restart).unwrap(),
         [MembershipDecision::Aborted { reason }]
     );
 }
@@ -531,7 +543,7 @@ fn after_a_restart_workers_that_others_have_lost_have_time_to_connect_again() {
     let mut job = Job::new(RULES, &[("a", 1), ("b", 1)]);
     job.all_ready();
     job.pass(4.0);
-    let decisions = job.machine.take_step(job.now, StepKind::Restart).unwrap();
+    let decisions = job.machine.take_step(job.now, ElasticStepInput::Restart).unwrap();
     job.decisions.extend(decisions);
     job.hosts(&[("a", 1), ("b", 1)]);
     job.ready(0, 1, &[1]);
@@ -550,7 +562,7 @@ fn workers_that_may_not_know_the_end_of_the_job_get_it_after_an_outage() {
     }
     job.say(MembershipInput::Abort { reason: "enough".to_owned() });
     job.exit(1, ExitKind::Signal(15));
-    let decided = job.machine.take_step(job.now, StepKind::Restart).unwrap();
+    let decided = job.machine.take_step(job.now, ElasticStepInput::Restart).unwrap();
     assert_eq!(decided, [MembershipDecision::Aborted { reason: "enough".to_owned() }]);
     assert_eq!(
         job.machine.living_workers().collect::<Vec<_>>(),
@@ -568,7 +580,7 @@ fn workers_that_may_not_know_the_end_of_the_job_get_it_after_an_outage() {
     job.exit(0, ExitKind::Code(0));
     job.exit(1, ExitKind::Code(0));
     assert!(job.finished());
-    let decided = job.machine.take_step(job.now, StepKind::Restart).unwrap();
+    let decided = job.machine.take_step(job.now, ElasticStepInput::Restart).unwrap();
     let end = MembershipDecision::End { task: TaskId(2), reason: JOB_DONE_REASON.to_owned() };
     assert_eq!(decided, [end, MembershipDecision::Finished { generation: Generation(1) }]);
     assert_eq!(job.machine.living_workers().collect::<Vec<_>>(), [(TaskId(2), "a")]);

@@ -139,7 +139,7 @@ impl FixedMembership {
     }
 
     /// Takes an event and returns the actions that follow.
-    pub fn observe_input(
+    pub fn apply_membership_input(
         &mut self,
         now: Duration,
         input: MembershipInput,
@@ -170,7 +170,7 @@ impl FixedMembership {
             | MembershipInput::Leaves { .. }
             | MembershipInput::Tick => {}
         }
-        self.settle_membership(now)
+        self.make_due_decisions(now)
     }
 
     fn check_open(&self, task: TaskId) -> Result<(), RegistrationRefusal> {
@@ -235,7 +235,7 @@ impl FixedMembership {
         stop.into_iter().chain([MembershipDecision::Aborted { reason }]).collect()
     }
 
-    fn settle_membership(&mut self, now: Duration) -> Vec<MembershipDecision> {
+    fn make_due_decisions(&mut self, now: Duration) -> Vec<MembershipDecision> {
         let mut decisions = Vec::new();
         if !matches!(self.phase, MembershipPhase::Open) {
             return decisions;

@@ -244,8 +244,9 @@ impl JobSimulation {
         match what {
             SimulatedJobEvent::Tick => {
                 self.schedule_at(self.now + 50, SimulatedJobEvent::Tick);
-                let decisions =
-                    self.job.observe_input(millis_to_duration(self.now), MembershipInput::Tick);
+                let decisions = self
+                    .job
+                    .apply_membership_input(millis_to_duration(self.now), MembershipInput::Tick);
                 self.check_decisions(decisions);
                 if self.restarting == 0 && self.agents.values().all(|agent| agent.done) {
                     // Spark has no task to restart: the driver reports the lost task.
@@ -445,12 +446,13 @@ impl JobSimulation {
                     }
                 }
             }
-            SimulatedAgentMessage::Beat => {
-                self.job.observe_input(time, MembershipInput::Heartbeat { task: name, session })
-            }
-            SimulatedAgentMessage::Closed => {
-                self.job.observe_input(time, MembershipInput::Disconnected { task: name, session })
-            }
+            SimulatedAgentMessage::Beat => self
+                .job
+                .apply_membership_input(time, MembershipInput::Heartbeat { task: name, session }),
+            SimulatedAgentMessage::Closed => self.job.apply_membership_input(
+                time,
+                MembershipInput::Disconnected { task: name, session },
+            ),
             SimulatedAgentMessage::Exited { generation, code, peer, stopped } => {
                 let exit = ExitReport {
                     kind: ExitKind::Code(code),
@@ -463,7 +465,7 @@ impl JobSimulation {
                     generation: Generation(generation),
                     exit,
                 };
-                let decisions = self.job.observe_input(time, input);
+                let decisions = self.job.apply_membership_input(time, input);
                 // The answer to a failure is the verdict. So is the answer to a success, because a
                 // lost task makes all tasks start again.
                 decisions

@@ -45,7 +45,7 @@ fn exited(
     task: u32,
     exit: ExitReport,
 ) -> Vec<MembershipDecision> {
-    job.observe_input(
+    job.apply_membership_input(
         at(ms),
         MembershipInput::Exited { task: TaskId(task), generation: Generation(1), exit },
     )
@@ -142,8 +142,8 @@ fn a_signal_outweighs_an_earlier_peer_error() {
         []
     );
     assert_eq!(exited(&mut job, 150, 2, exit(ExitKind::Signal(9))), []);
-    assert_eq!(job.observe_input(at(599), MembershipInput::Tick), []);
-    let decisions = job.observe_input(at(600), MembershipInput::Tick);
+    assert_eq!(job.apply_membership_input(at(599), MembershipInput::Tick), []);
+    let decisions = job.apply_membership_input(at(600), MembershipInput::Tick);
     let verdict = verdicts(&decisions)[0];
     assert_eq!(verdict.cause, Some(TaskId(2)));
     assert_eq!(verdict.reason, "rank 2 on a was ended by SIGKILL");
@@ -153,12 +153,18 @@ fn a_signal_outweighs_an_earlier_peer_error() {
 fn a_lone_peer_error_waits_for_the_loss_that_caused_it() {
     let mut job = running();
     exited(&mut job, 100, 0, ExitReport { peer_error: true, ..exit(ExitKind::Code(1)) });
-    assert_eq!(job.observe_input(at(2_000), MembershipInput::Tick), []);
-    job.observe_input(at(2_000), MembershipInput::Disconnected { task: TaskId(1), session: 1 });
-    job.observe_input(at(2_900), MembershipInput::Heartbeat { task: TaskId(2), session: 2 });
-    let lost = job.observe_input(at(3_000), MembershipInput::Tick);
+    assert_eq!(job.apply_membership_input(at(2_000), MembershipInput::Tick), []);
+    job.apply_membership_input(
+        at(2_000),
+        MembershipInput::Disconnected { task: TaskId(1), session: 1 },
+    );
+    job.apply_membership_input(
+        at(2_900),
+        MembershipInput::Heartbeat { task: TaskId(2), session: 2 },
+    );
+    let lost = job.apply_membership_input(at(3_000), MembershipInput::Tick);
     assert!(matches!(&lost[0], MembershipDecision::Lost { task: TaskId(1), .. }), "{lost:?}");
-    let decisions = job.observe_input(at(3_500), MembershipInput::Tick);
+    let decisions = job.apply_membership_input(at(3_500), MembershipInput::Tick);
     let reasons = verdicts(&lost).into_iter().chain(verdicts(&decisions)).collect::<Vec<_>>();
     assert_eq!(reasons[0].reason, "rank 1 on a was lost: its agent's connection closed");
 }
@@ -166,17 +172,22 @@ fn a_lone_peer_error_waits_for_the_loss_that_caused_it() {
 #[test]
 fn an_agent_that_comes_back_in_time_is_not_lost() {
     let mut job = running();
-    job.observe_input(at(100), MembershipInput::Disconnected { task: TaskId(1), session: 1 });
-    job.observe_input(at(900), MembershipInput::Heartbeat { task: TaskId(1), session: 1 });
-    assert_eq!(job.observe_input(at(2_000), MembershipInput::Tick), []);
+    job.apply_membership_input(
+        at(100),
+        MembershipInput::Disconnected { task: TaskId(1), session: 1 },
+    );
+    job.apply_membership_input(at(900), MembershipInput::Heartbeat { task: TaskId(1), session: 1 });
+    assert_eq!(job.apply_membership_input(at(2_000), MembershipInput::Tick), []);
 }
 
 #[test]
 fn a_waiting_task_whose_connection_closes_may_register_again() {
     let mut job = FixedMembership::new(OPTIONS);
     job.register_task(at(0), TaskId(0), 0, 1, host("a")).unwrap();
-    let decisions =
-        job.observe_input(at(1), MembershipInput::Disconnected { task: TaskId(0), session: 1 });
+    let decisions = job.apply_membership_input(
+        at(1),
+        MembershipInput::Disconnected { task: TaskId(0), session: 1 },
+    );
     assert!(matches!(decisions[..], [MembershipDecision::Withdrawn { task: TaskId(0), .. }]));
     assert!(job.register_task(at(2), TaskId(0), 0, 2, host("a")).is_ok());
 }
@@ -187,7 +198,10 @@ fn an_earlier_start_of_a_task_is_not_let_in_when_the_later_one_was_lost_while_it
     let mut job = FixedMembership::new(OPTIONS);
     job.register_task(at(0), TaskId(0), 1, 1, host("a")).unwrap();
     job.register_task(at(1), TaskId(0), 4, 2, host("a")).unwrap();
-    job.observe_input(at(2), MembershipInput::Disconnected { task: TaskId(0), session: 2 });
+    job.apply_membership_input(
+        at(2),
+        MembershipInput::Disconnected { task: TaskId(0), session: 2 },
+    );
     assert_eq!(
         job.register_task(at(3), TaskId(0), 1, 1, host("a")),
         Err(RegistrationRefusal::Stale { task: TaskId(0), attempt: 1, current: 4 })
@@ -221,7 +235,10 @@ fn all_exits_good_finish_the_job_and_nothing_follows() {
         job.register_task(at(2), TaskId(0), 9, 9, host("a")),
         Err(RegistrationRefusal::Finished { .. })
     ));
-    assert_eq!(job.observe_input(at(60_000), MembershipInput::Abort { reason: "late".into() }), []);
+    assert_eq!(
+        job.apply_membership_input(at(60_000), MembershipInput::Abort { reason: "late".into() }),
+        []
+    );
 }
 
 #[test]
@@ -284,18 +301,18 @@ proptest! {
                         Err(_) => Vec::new(),
                     }
                 }
-                Step::Beat { task, session } => job.observe_input(now, MembershipInput::Heartbeat { task: TaskId(task), session }),
+                Step::Beat { task, session } => job.apply_membership_input(now, MembershipInput::Heartbeat { task: TaskId(task), session }),
                 Step::Disconnected { task, session } => {
-                    job.observe_input(now, MembershipInput::Disconnected { task: TaskId(task), session })
+                    job.apply_membership_input(now, MembershipInput::Disconnected { task: TaskId(task), session })
                 }
                 Step::Exited { task, generation, code, peer_error } => {
                     let exit = ExitReport { peer_error, ..exit(ExitKind::Code(code)) };
-                    job.observe_input(now, MembershipInput::Exited { task: TaskId(task), generation: Generation(generation), exit })
+                    job.apply_membership_input(now, MembershipInput::Exited { task: TaskId(task), generation: Generation(generation), exit })
                 }
-                Step::Abort => job.observe_input(now, MembershipInput::Abort { reason: "enough".into() }),
+                Step::Abort => job.apply_membership_input(now, MembershipInput::Abort { reason: "enough".into() }),
                 Step::Wait { ms } => {
                     now += Duration::from_millis(ms);
-                    job.observe_input(now, MembershipInput::Tick)
+                    job.apply_membership_input(now, MembershipInput::Tick)
                 }
             };
             for decision in decisions {

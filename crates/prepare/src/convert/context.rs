@@ -65,7 +65,7 @@ impl ConversionContext<'_> {
 
     /// Returns the error for missing values. There are `values` values, `per_row` of them in each
     /// row.
-    pub(super) fn missing_error(
+    pub(super) fn missing_value_error(
         &self,
         what: &'static str,
         values: usize,
@@ -89,7 +89,7 @@ impl ConversionContext<'_> {
             None => Ok(()),
             Some(nulls) => {
                 let at = nulls.iter().enumerate().filter(|(_, valid)| !valid).map(|(at, _)| at);
-                Err(self.missing_error(what, array.len(), per_row, at))
+                Err(self.missing_value_error(what, array.len(), per_row, at))
             }
         }
     }

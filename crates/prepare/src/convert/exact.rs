@@ -91,7 +91,7 @@ pub(super) fn decimals_as_floats(array: &ArrayRef) -> Option<ArrayRef> {
 
 /// Returns a replacement of missing dates or times, given as a number of a batch or as text, as the
 /// number in batches; `None` if it is neither.
-pub(super) fn time_fill(text: &ArrayRef, kind: &DataType) -> Option<ArrayRef> {
+pub(super) fn parse_time_replacement(text: &ArrayRef, kind: &DataType) -> Option<ArrayRef> {
     let known = |value: ArrayRef| (value.null_count() == 0).then_some(value);
     let plain = ConversionContext { column: "", partition: 0, row: 0, fill: None, allow_nan: true };
     // A number comes first: it has the unit of batches, not the unit of the source.

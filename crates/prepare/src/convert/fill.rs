@@ -42,7 +42,7 @@ impl ConversionContext<'_> {
         let texts: ArrayRef = Arc::new(StringArray::from(vec![text]));
         let is_text = matches!(kind, DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View);
         let value = if source.is_temporal() {
-            exact::time_fill(&texts, source)
+            exact::parse_time_replacement(&texts, source)
         } else {
             // Every text fits a text column, so a number for all columns would be written there as
             // digits.
@@ -98,7 +98,7 @@ impl ConversionContext<'_> {
                 Ok(Some(Arc::new(whole)))
             }
             None if self.allow_nan => Ok(None),
-            None => Err(self.missing_error("NaN", array.len(), per_row, places(f64::is_nan))),
+            None => Err(self.missing_value_error("NaN", array.len(), per_row, places(f64::is_nan))),
         }
     }
 }

@@ -174,12 +174,12 @@ fn convert_lists(origin: ConversionContext<'_>, array: &ArrayRef) -> Result<Conv
     let bytes = if element == ElementType::Bool {
         Buffer::from_iter(values.as_boolean().values().iter().map(u8::from))
     } else {
-        fixed_bytes(&values)
+        fixed_width_bytes(&values)
             .map(|(buffer, _)| buffer)
             .ok_or_else(|| origin.unsupported_type_error(array.data_type()))?
     };
     let length = shape.iter().product::<u64>();
-    pack_rows(
+    rows_as_fixed_binary(
         origin,
         bytes,
         element,
@@ -267,7 +267,7 @@ fn convert_vectors(
         out = filled.as_primitive().clone();
     }
     let bytes = out.values().inner().clone();
-    pack_rows(
+    rows_as_fixed_binary(
         origin,
         bytes,
         ElementType::Float64,
@@ -278,7 +278,7 @@ fn convert_vectors(
 }
 
 /// Returns rows of `width` bytes as fixed-size binary.
-fn pack_rows(
+fn rows_as_fixed_binary(
     origin: ConversionContext<'_>,
     bytes: Buffer,
     element: ElementType,
@@ -303,7 +303,7 @@ fn pack_rows(
 }
 
 /// Returns the bytes of a primitive or fixed-size binary array, and the width of a row.
-pub(crate) fn fixed_bytes(array: &ArrayRef) -> Option<(Buffer, usize)> {
+pub(crate) fn fixed_width_bytes(array: &ArrayRef) -> Option<(Buffer, usize)> {
     let data = array.to_data();
     let width = match data.data_type() {
         DataType::FixedSizeBinary(width) => usize::try_from(*width).ok()?,

@@ -12,7 +12,7 @@ use parquet::basic::Compression;
 use crate::error::Error;
 use crate::pages::codec::PageCodec;
 use crate::pages::hybrid::{
-    HybridDecoder, HybridSegment, decode_levels, uniform_value, unpack_bits,
+    HybridDecoder, HybridSegment, decode_levels, single_run_value, unpack_bits,
 };
 use crate::pages::page_index::PageIndex;
 use crate::pages::thrift::{PageHeader, PageKind, read_page_header};
@@ -91,7 +91,7 @@ struct DataPage<'a> {
     first: usize,
 }
 
-fn broken_chunk(what: &str) -> ChunkDecodeError {
+fn broken_chunk_error(what: &str) -> ChunkDecodeError {
     ChunkDecodeError::Broken(what.to_owned())
 }
 
@@ -118,12 +118,12 @@ pub(crate) fn decode_chunk(
      -> Result<(usize, u64), ChunkDecodeError> {
         let bytes = fetch(at).map_err(ChunkDecodeError::Fetch)?;
         let (header, length) = read_page_header(&bytes)
-            .map_err(|_| broken_chunk("there is no page header where one should be"))?;
+            .map_err(|_| broken_chunk_error("there is no page header where one should be"))?;
         let body = bytes.get(length..length.saturating_add(header.compressed));
-        let body = body.ok_or_else(|| broken_chunk("a page leaves its chunk"))?;
+        let body = body.ok_or_else(|| broken_chunk_error("a page leaves its chunk"))?;
         let next = at + (length + body.len()) as u64;
         if header.crc.is_some_and(|crc| crc != crc32fast::hash(body)) {
-            return Err(broken_chunk("the checksum of a page is wrong"));
+            return Err(broken_chunk_error("the checksum of a page is wrong"));
         }
         nulls += decode_page(chunk, &header, body, entry, bench, out)?;
         let entries = if matches!(header.kind, PageKind::Data | PageKind::DataV2 { .. }) {
@@ -140,7 +140,7 @@ pub(crate) fn decode_chunk(
         let wanted = chunk.wanted.start as u64..chunk.wanted.end as u64;
         for page in page_index.pages_containing(&wanted) {
             let first = usize::try_from(page.first)
-                .map_err(|_| broken_chunk("a page beyond all bounds"))?;
+                .map_err(|_| broken_chunk_error("a page beyond all bounds"))?;
             entry = first + read(page.offset, first, bench)?.0;
         }
     } else {
@@ -151,7 +151,7 @@ pub(crate) fn decode_chunk(
         }
     }
     if entry < chunk.wanted.end {
-        Err(broken_chunk("there are fewer values than announced"))
+        Err(broken_chunk_error("there are fewer values than announced"))
     } else {
         Ok(nulls)
     }
@@ -170,15 +170,16 @@ fn decode_page(
         return Ok(0);
     }
     // A damaged header must not allocate more memory than the values of the chunk can need.
-    let most =
-        chunk.total.saturating_mul(chunk.stored.plain_bytes(1).max(chunk.stored.value_width()) + 8)
-            + PAGE_SLACK_BYTES;
+    let most = chunk
+        .total
+        .saturating_mul(chunk.stored.plain_encoded_size(1).max(chunk.stored.value_width()) + 8)
+        + PAGE_SLACK_BYTES;
     if header.entries > chunk.total || header.uncompressed > most {
-        return Err(broken_chunk("a page claims more than its chunk can hold"));
+        return Err(broken_chunk_error("a page claims more than its chunk can hold"));
     }
     // Decoded levels take four bytes each.
     if header.entries > chunk.max_page_bytes / 4 || header.uncompressed > chunk.max_page_bytes {
-        return Err(broken_chunk("a page claims more than the byte budget"));
+        return Err(broken_chunk_error("a page claims more than the byte budget"));
     }
     let DecodeScratch { codec, page, dictionary, definitions, compact } = bench;
     let Some((_, codec)) = codec else { return Err(ChunkDecodeError::Unsupported) };
@@ -208,12 +209,12 @@ fn decode_page(
         let whole = decompress_page(codec, page, body, header.uncompressed)?;
         return match header.encoding {
             PLAIN_ENCODING | PLAIN_DICTIONARY_ENCODING
-                if dictionary.load_plain(chunk.stored, whole, header.entries) =>
+                if dictionary.load_plain_dictionary(chunk.stored, whole, header.entries) =>
             {
                 Ok(0)
             }
             PLAIN_ENCODING | PLAIN_DICTIONARY_ENCODING => {
-                Err(broken_chunk("a dictionary is shorter than it says"))
+                Err(broken_chunk_error("a dictionary is shorter than it says"))
             }
             _ => Err(ChunkDecodeError::Unsupported),
         };
@@ -239,7 +240,7 @@ fn decompress_page<'a>(
         return if from.len() == length {
             Ok(from)
         } else {
-            Err(broken_chunk("a page has another length than it says"))
+            Err(broken_chunk_error("a page has another length than it says"))
         };
     }
     if page.len() < length {
@@ -251,7 +252,7 @@ fn decompress_page<'a>(
 }
 
 fn split_levels(bytes: &[u8], count: usize) -> Result<(&[u8], &[u8]), ChunkDecodeError> {
-    bytes.split_at_checked(count).ok_or_else(|| broken_chunk("levels leave their page"))
+    bytes.split_at_checked(count).ok_or_else(|| broken_chunk_error("levels leave their page"))
 }
 
 /// Splits off levels that are preceded by their length, if the column has such levels.
@@ -285,7 +286,7 @@ fn check_row_lengths(
     if repeated == 0 {
         return Ok(());
     }
-    let few = || broken_chunk("there are fewer repetition levels than values");
+    let few = || broken_chunk_error("there are fewer repetition levels than values");
     let mut pieces =
         HybridDecoder::new(data.repetitions, level_bit_width(repeated)).ok_or_else(few)?;
     let (mut at, end) = (data.first, data.first + data.header.entries);
@@ -337,15 +338,15 @@ fn write_wanted_values(
     let (skip, at, count) = (from - data.first, from - chunk.wanted.start, to - from);
     let (defined, width) = (chunk.levels.defined, chunk.stored.value_width());
     let all = defined == 0
-        || uniform_value(data.definitions, level_bit_width(defined), entries) == Some(defined);
+        || single_run_value(data.definitions, level_bit_width(defined), entries) == Some(defined);
     let slots = out.get_mut(at * width..(at + count) * width);
-    let slots = slots.ok_or_else(|| broken_chunk("more values than announced"))?;
+    let slots = slots.ok_or_else(|| broken_chunk_error("more values than announced"))?;
     if all {
         decode_values(chunk, data, dictionary, skip, slots)?;
         return Ok(0);
     }
     if !decode_levels(data.definitions, level_bit_width(defined), entries, definitions) {
-        return Err(broken_chunk("there are fewer definition levels than values"));
+        return Err(broken_chunk_error("there are fewer definition levels than values"));
     }
     if definitions.iter().any(|level| *level < chunk.levels.present) {
         return Err(ChunkDecodeError::Ragged);
@@ -385,7 +386,7 @@ fn decode_values(
         return if found {
             Ok(())
         } else {
-            Err(broken_chunk("indices leave their dictionary or their page"))
+            Err(broken_chunk_error("indices leave their dictionary or their page"))
         };
     }
     let enough = match (data.header.encoding, stored) {
@@ -404,5 +405,5 @@ fn decode_values(
         }
         _ => return Err(ChunkDecodeError::Unsupported),
     };
-    if enough { Ok(()) } else { Err(broken_chunk("a page has fewer values than it says")) }
+    if enough { Ok(()) } else { Err(broken_chunk_error("a page has fewer values than it says")) }
 }

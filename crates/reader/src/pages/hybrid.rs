@@ -143,7 +143,7 @@ fn low_32_bits(word: u64) -> u32 {
 }
 
 /// Returns the value of the first `count` numbers, if they are a single run.
-pub(crate) fn uniform_value(bytes: &[u8], width: u32, count: usize) -> Option<u32> {
+pub(crate) fn single_run_value(bytes: &[u8], width: u32, count: usize) -> Option<u32> {
     match HybridDecoder::new(bytes, width)?.next_segment()? {
         HybridSegment::Run { value, count: many } if many >= count => Some(value),
         _ => None,
@@ -184,8 +184,8 @@ mod tests {
         assert_eq!(out[..8], [0, 1, 2, 3, 4, 5, 6, 7]);
         assert_eq!(out[8..], [7; 10]);
         assert!(!decode_levels(&bytes, 3, 19, &mut out));
-        assert_eq!(uniform_value(&bytes[4..], 3, 10), Some(7));
-        assert_eq!(uniform_value(&bytes[4..], 3, 11), None);
+        assert_eq!(single_run_value(&bytes[4..], 3, 10), Some(7));
+        assert_eq!(single_run_value(&bytes[4..], 3, 11), None);
     }
 
     #[test]
@@ -218,6 +218,6 @@ mod tests {
         assert!(!decode_levels(&[0xFF; 4], 5, 1000, &mut out));
         assert!(!decode_levels(&[], 5, 1, &mut out));
         assert!(HybridDecoder::new(&[], 33).is_none());
-        assert_eq!(uniform_value(&[0xFE, 0xFF, 0xFF, 0xFF, 0x0F, 1], 1, 1000), Some(1));
+        assert_eq!(single_run_value(&[0xFE, 0xFF, 0xFF, 0xFF, 0x0F, 1], 1, 1000), Some(1));
     }
 }

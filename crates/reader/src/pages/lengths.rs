@@ -22,7 +22,7 @@ const LEVEL_LENGTH_BYTES: usize = 4;
 /// # Errors
 /// A page that cannot be decompressed, or that claims more lengths than its entries or the byte
 /// limit allow.
-pub(crate) fn check_lengths(
+pub(crate) fn check_claimed_lengths(
     pages: &mut dyn PageReader,
     levels: (i16, i16),
     most: usize,
@@ -43,7 +43,7 @@ pub(crate) fn check_lengths(
         };
         let mut bytes = ThriftReader::new(&values);
         for _ in 0..lists {
-            match skip_lengths(&mut bytes, entries as u64) {
+            match skip_delta_lengths(&mut bytes, entries as u64) {
                 Ok(claimed) if claimed > entries as u64 => {
                     return wrong(format!("a page of {entries} values claims {claimed} lengths"));
                 }
@@ -89,7 +89,10 @@ fn value_bytes(page: &Page, (definition, repetition): (i16, i16)) -> Option<Shar
 
 /// Skips a list of lengths in `DELTA_BINARY_PACKED` and returns the claimed number. If it is more
 /// than `most`, stops at the header. Source: section "Delta Encoding" of the Parquet format.
-fn skip_lengths(bytes: &mut ThriftReader<'_>, most: u64) -> std::result::Result<u64, ThriftError> {
+fn skip_delta_lengths(
+    bytes: &mut ThriftReader<'_>,
+    most: u64,
+) -> std::result::Result<u64, ThriftError> {
     let (block, parts, claimed) =
         (bytes.read_varint()?, bytes.read_varint()?, bytes.read_varint()?);
     bytes.read_zigzag()?;
@@ -163,7 +166,7 @@ mod tests {
         let levels = (column.max_def_level(), column.max_rep_level());
         let group = file.get_row_group(0).unwrap();
         let mut pages = group.get_column_page_reader(0).unwrap();
-        check_lengths(pages.as_mut(), levels, most).map_err(|error| error.to_string())
+        check_claimed_lengths(pages.as_mut(), levels, most).map_err(|error| error.to_string())
     }
 
     const ENCODINGS: [Encoding; 2] =
@@ -230,7 +233,7 @@ mod tests {
 
     #[test]
     fn torn_lengths_are_refused() {
-        let blocks = |bytes: &[u8]| skip_lengths(&mut ThriftReader::new(bytes), 300);
+        let blocks = |bytes: &[u8]| skip_delta_lengths(&mut ThriftReader::new(bytes), 300);
         // 300 lengths of 7: three blocks, all parts of width 0.
         let block = [0x00, 0x00, 0x00, 0x00, 0x00];
         let header = [0x80, 0x01, 0x04, 0xAC, 0x02, 0x0E];

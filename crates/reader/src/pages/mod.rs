@@ -11,13 +11,13 @@ mod chunk;
 mod codec;
 mod hybrid;
 mod lengths;
-mod page_claims;
+mod page_header_sizes;
 mod page_index;
 mod thrift;
 mod values;
 
 pub(crate) use chunk::{ChunkDecodeError, ChunkRequest, DecodeScratch, LevelLayout, decode_chunk};
-pub(crate) use lengths::check_lengths;
-pub(crate) use page_claims::{PageClaims, check_page_claims};
+pub(crate) use lengths::check_claimed_lengths;
+pub(crate) use page_header_sizes::{PageHeaderSizes, check_page_header_sizes};
 pub(crate) use page_index::{PageIndex, PageLookupError, find_pages, needed_ranges};
 pub(crate) use values::ValueStorage;

@@ -35,7 +35,7 @@ impl ValueStorage {
     }
 
     /// Returns the bytes of `count` values in PLAIN encoding.
-    pub(crate) fn plain_bytes(self, count: usize) -> usize {
+    pub(crate) fn plain_encoded_size(self, count: usize) -> usize {
         match self {
             Self::Bits => count.div_ceil(8),
             Self::Verbatim(width) => count.saturating_mul(width),
@@ -58,8 +58,8 @@ pub(crate) fn decode_plain(stored: ValueStorage, data: &[u8], skip: usize, out: 
         }
         return true;
     }
-    let from = stored.plain_bytes(skip);
-    let Some(data) = data.get(from..from.saturating_add(stored.plain_bytes(count))) else {
+    let from = stored.plain_encoded_size(skip);
+    let Some(data) = data.get(from..from.saturating_add(stored.plain_encoded_size(count))) else {
         return false;
     };
     match stored {
@@ -121,9 +121,14 @@ impl PageDictionary {
     }
 
     /// Loads `count` PLAIN values; returns whether there were enough.
-    pub(crate) fn load_plain(&mut self, stored: ValueStorage, data: &[u8], count: usize) -> bool {
+    pub(crate) fn load_plain_dictionary(
+        &mut self,
+        stored: ValueStorage,
+        data: &[u8],
+        count: usize,
+    ) -> bool {
         let bytes = count.saturating_mul(stored.value_width());
-        if stored.plain_bytes(count) > data.len() {
+        if stored.plain_encoded_size(count) > data.len() {
             return false;
         }
         grow_buffer(&mut self.values, bytes);
@@ -164,26 +169,33 @@ impl PageDictionary {
         let (known, some) = (self.count, (skip, count));
         // Values of the widths of numbers are copied faster than slices.
         match self.width {
-            1 => walk_indices(indices, some, known, &mut TypedTarget { from, to: out }),
-            2 => walk_indices(
+            1 => {
+                copy_indexed_values(indices, some, known, &mut TypedLookupTarget { from, to: out })
+            }
+            2 => copy_indexed_values(
                 indices,
                 some,
                 known,
-                &mut TypedTarget::<u16> { from: as_values(from), to: as_values_mut(out) },
+                &mut TypedLookupTarget::<u16> { from: as_values(from), to: as_values_mut(out) },
             ),
-            4 => walk_indices(
+            4 => copy_indexed_values(
                 indices,
                 some,
                 known,
-                &mut TypedTarget::<u32> { from: as_values(from), to: as_values_mut(out) },
+                &mut TypedLookupTarget::<u32> { from: as_values(from), to: as_values_mut(out) },
             ),
-            8 => walk_indices(
+            8 => copy_indexed_values(
                 indices,
                 some,
                 known,
-                &mut TypedTarget::<u64> { from: as_values(from), to: as_values_mut(out) },
+                &mut TypedLookupTarget::<u64> { from: as_values(from), to: as_values_mut(out) },
             ),
-            width => walk_indices(indices, some, known, &mut WideTarget { from, to: out, width }),
+            width => copy_indexed_values(
+                indices,
+                some,
+                known,
+                &mut WideLookupTarget { from, to: out, width },
+            ),
         }
     }
 }
@@ -194,12 +206,12 @@ trait LookupTarget {
     fn write_indexed(&mut self, at: usize, indices: &[u32]);
 }
 
-struct TypedTarget<'a, T> {
+struct TypedLookupTarget<'a, T> {
     from: &'a [T],
     to: &'a mut [T],
 }
 
-impl<T: PlainValue> LookupTarget for TypedTarget<'_, T> {
+impl<T: PlainValue> LookupTarget for TypedLookupTarget<'_, T> {
     fn write_repeated(&mut self, at: usize, count: usize, index: usize) {
         if let (Some(value), Some(to)) = (self.from.get(index), self.to.get_mut(at..at + count)) {
             to.fill(*value);
@@ -217,13 +229,13 @@ impl<T: PlainValue> LookupTarget for TypedTarget<'_, T> {
     }
 }
 
-struct WideTarget<'a> {
+struct WideLookupTarget<'a> {
     from: &'a [u8],
     to: &'a mut [u8],
     width: usize,
 }
 
-impl LookupTarget for WideTarget<'_> {
+impl LookupTarget for WideLookupTarget<'_> {
     fn write_repeated(&mut self, at: usize, count: usize, index: usize) {
         let index = u32::try_from(index).unwrap_or(u32::MAX);
         (at..at + count).for_each(|at| self.write_indexed(at, &[index]));
@@ -243,7 +255,7 @@ impl LookupTarget for WideTarget<'_> {
 
 /// Reads `count` indices after `skip` others. Returns whether there were enough, and all were below
 /// `known`.
-fn walk_indices(
+fn copy_indexed_values(
     mut indices: HybridDecoder<'_>,
     (mut skip, count): (usize, usize),
     known: usize,
@@ -321,8 +333,8 @@ mod tests {
         let mut dictionary = PageDictionary::default();
         let values: Vec<u8> =
             [10_u32, 20, 30].iter().flat_map(|value| value.to_le_bytes()).collect();
-        assert!(!dictionary.load_plain(ValueStorage::Verbatim(4), &values, 4));
-        assert!(dictionary.load_plain(ValueStorage::Verbatim(4), &values, 3));
+        assert!(!dictionary.load_plain_dictionary(ValueStorage::Verbatim(4), &values, 4));
+        assert!(dictionary.load_plain_dictionary(ValueStorage::Verbatim(4), &values, 3));
         let mut out = [0_u32; 6];
         // Two bits each: a run of two 2s, then 0, 1, 2, 0, 1, 2, 0, 0 packed.
         let page = [2, 0x04, 2, 0x03, 0b0010_0100, 0b0000_1001];
@@ -331,7 +343,7 @@ mod tests {
         assert!(!dictionary.look_up_values(&page, 5, out.as_mut_bytes()));
         assert!(!dictionary.look_up_values(&[2, 0x04, 3], 0, out[..2].as_mut_bytes()));
         let wide: Vec<u8> = (0..9).collect();
-        assert!(dictionary.load_plain(ValueStorage::Verbatim(3), &wide, 3));
+        assert!(dictionary.load_plain_dictionary(ValueStorage::Verbatim(3), &wide, 3));
         let mut out = [0; 12];
         assert!(dictionary.look_up_values(&page, 0, &mut out));
         assert_eq!(out, [6, 7, 8, 6, 7, 8, 0, 1, 2, 3, 4, 5]);

@@ -47,7 +47,7 @@ pub enum RegistrarOrder {
 type OnOrder = Box<dyn FnMut(RegistrarOrder) + Send>;
 
 /// The arguments of an agent's registration, after it has registered.
-pub(super) type PendingRegistration = Arc<Mutex<Option<wire::RegisterRequest>>>;
+pub(super) type RepeatableRegistration = Arc<Mutex<Option<wire::RegisterRequest>>>;
 
 /// An agent's watch of the registrar.
 pub(super) struct RegistrarMonitor {
@@ -56,7 +56,7 @@ pub(super) struct RegistrarMonitor {
     /// The digest of the registrar's certificate.
     pub(super) fingerprint: Fingerprint,
     pub(super) session: u64,
-    pub(super) offer: PendingRegistration,
+    pub(super) offer: RepeatableRegistration,
     /// Longest outage of the registrar.
     pub(super) outage_timeout: Duration,
     /// Cancelled when the registrar is given up.
@@ -69,7 +69,7 @@ impl RegistrarMonitor {
     /// has been stopped for `STOPPED_PROCESS_FACTOR` times as long.
     pub(super) async fn run_heartbeats(self, on_order: OnOrder) {
         let Self { caller, address, fingerprint, session, offer, outage_timeout, lost } = self;
-        let mut orders = OrderReceiver { on_order, stopped: false };
+        let mut orders = RegistrarOrderForwarder { on_order, stopped: false };
         let mut last_answer_at = Instant::now();
         // Whether, since `last_answer_at`, the port was closed at some time: the registrar's
         // process has ended.
@@ -115,12 +115,12 @@ impl RegistrarMonitor {
 }
 
 /// Passes the registrar's orders on: `Stop` only once.
-struct OrderReceiver {
+struct RegistrarOrderForwarder {
     on_order: OnOrder,
     stopped: bool,
 }
 
-impl OrderReceiver {
+impl RegistrarOrderForwarder {
     fn stop(&mut self, verdict: GenerationVerdict) {
         // The registrar repeats the verdict on each new connection.
         if !std::mem::replace(&mut self.stopped, true) {
@@ -155,7 +155,7 @@ async fn may_be_alive(address: &str, fingerprint: Fingerprint, ended: bool) -> b
 
 /// Registers this agent again. If the connection of a waiting task breaks, the registrar forgets
 /// the task. If the task is at work, repeating the registration changes nothing.
-async fn repeat_registration(caller: &AuthenticatedChannel, offer: &PendingRegistration) {
+async fn repeat_registration(caller: &AuthenticatedChannel, offer: &RepeatableRegistration) {
     let Some(request) = offer.lock().clone() else { return };
     if let Ok(reply) = caller.grpc_stub().register(caller.build_request(request)).await {
         caller.generation.store(reply.into_inner().generation, Ordering::Release);
@@ -168,7 +168,7 @@ async fn run_heartbeat_session(
     caller: &AuthenticatedChannel,
     session: u64,
     by: Instant,
-    orders: &mut OrderReceiver,
+    orders: &mut RegistrarOrderForwarder,
 ) -> Result<Instant, Status> {
     // One slot: a second waiting heartbeat would say nothing new.
     let (sender, receiver) = mpsc::channel(1);

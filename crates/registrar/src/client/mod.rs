@@ -69,7 +69,7 @@ struct ClientInner {
     /// Cancelled when the registrar is given up, by the `RegistrarMonitor` or the caller.
     lost: CancellationToken,
     outbox: Arc<RecordOutbox>,
-    offer: heartbeat::PendingRegistration,
+    offer: heartbeat::RepeatableRegistration,
     tasks: Mutex<Vec<JoinHandle<()>>>,
     /// The asynchronous task that receives host changes.
     changes: Mutex<Option<JoinHandle<()>>>,
@@ -175,7 +175,7 @@ impl TaskClient {
             cancel,
             lost: CancellationToken::new(),
             outbox,
-            offer: heartbeat::PendingRegistration::default(),
+            offer: heartbeat::RepeatableRegistration::default(),
             tasks: Mutex::new(vec![pump]),
             changes: Mutex::new(None),
             timeout: AtomicU64::new(duration_millis(CALL_RETRY_TIMEOUT)),
@@ -409,7 +409,7 @@ impl TaskClient {
     ///
     /// # Errors
     /// Like [`TaskClient::report_exit`].
-    pub fn report_own_exit(&self, deadline: Instant) -> Result<()> {
+    pub fn report_own_success(&self, deadline: Instant) -> Result<()> {
         self.check_own_process()?;
         let exit = ExitReport {
             kind: ExitKind::Code(0),
@@ -439,7 +439,7 @@ impl TaskClient {
     ///
     /// # Errors
     /// Like [`TaskClient::report_exit`].
-    pub fn report_exit_and_wait(
+    pub fn report_exit_awaiting_peers(
         &self,
         exit: &ExitReport,
         deadline: Instant,

@@ -149,7 +149,7 @@ impl RelayedLinks {
     ///
     /// # Errors
     /// `Runtime` if no listener can be opened.
-    pub fn listen_for_task(&self, task: TaskId, relay_world: u64) -> Result<SocketAddr> {
+    pub fn open_listener_to_task(&self, task: TaskId, relay_world: u64) -> Result<SocketAddr> {
         let failed = |error: io::Error| Error::Runtime { reason: error.to_string() };
         let listener =
             self.handle.block_on(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))).map_err(failed)?;

@@ -144,7 +144,7 @@ impl MembershipJournal {
     /// user or release, or if another process has it. The file is unchanged then.
     pub fn open_or_create(path: &Path, purpose: &str) -> Result<Self> {
         let failed = |reason: String| Error::Journal { path: path.display().to_string(), reason };
-        let file = open_locked(path).map_err(failed)?;
+        let file = open_locked_journal(path).map_err(failed)?;
         let (unfinished, whole) = read_journal(&file, purpose).map_err(failed)?;
         let unfinished = unfinished.filter(|unfinished| {
             let current = unfinished.head.boot == boot_id();
@@ -168,7 +168,7 @@ impl MembershipJournal {
     }
 
     /// Returns the unfinished job of an earlier registrar, once.
-    pub(crate) fn take_unfinished(&mut self) -> Option<UnfinishedJournal> {
+    pub(crate) fn take_unfinished_job(&mut self) -> Option<UnfinishedJournal> {
         self.unfinished.take()
     }
 
@@ -363,7 +363,7 @@ fn create_replacement(
 }
 
 /// Opens the file and locks it.
-fn open_locked(path: &Path) -> std::result::Result<File, String> {
+fn open_locked_journal(path: &Path) -> std::result::Result<File, String> {
     let open = || OpenOptions::new().create(true).append(true).read(true).mode(0o600).open(path);
     loop {
         let file = open().map_err(|error| error.to_string())?;

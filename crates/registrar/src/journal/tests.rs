@@ -29,7 +29,7 @@ fn started(path: &Path) -> MembershipJournal {
     let secret = JobSecret::new("sixteen letters.", &JobId("job".to_owned())).unwrap();
     let ticket = secret.make_ticket(vec!["a:1".to_owned()]).unwrap();
     let mut journal = MembershipJournal::open_or_create(path, "train").unwrap();
-    assert!(journal.take_unfinished().is_none());
+    assert!(journal.take_unfinished_job().is_none());
     journal.begin_job(&ticket, &secret.derive_identity().unwrap(), 7, &machine()).unwrap();
     journal
 }
@@ -41,7 +41,7 @@ fn put(key: &str) -> JournalRecord {
 
 fn keys(path: &Path) -> Vec<String> {
     let unfinished =
-        MembershipJournal::open_or_create(path, "train").unwrap().take_unfinished().unwrap();
+        MembershipJournal::open_or_create(path, "train").unwrap().take_unfinished_job().unwrap();
     assert_eq!(unfinished.head.port, 7);
     let key = |record: JournalRecord| match record {
         JournalRecord::Put(pair) => Some(pair.key),
@@ -124,7 +124,9 @@ fn a_job_from_before_the_host_started_is_not_continued() {
     drop(started(&path));
     let text = std::fs::read_to_string(&path).unwrap();
     std::fs::write(&path, text.replacen(&boot_id(), "another boot", 1)).unwrap();
-    assert!(MembershipJournal::open_or_create(&path, "train").unwrap().take_unfinished().is_none());
+    assert!(
+        MembershipJournal::open_or_create(&path, "train").unwrap().take_unfinished_job().is_none()
+    );
 }
 
 #[test]

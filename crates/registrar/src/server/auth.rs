@@ -70,7 +70,7 @@ impl AuthInterceptor {
                 "unknown task {task}: the job has tasks 0 to {last}"
             )));
         }
-        if !self.spend_call(task) {
+        if !self.spend_rate_allowance(task) {
             let reason = format!("task {task} makes more than {CALLS_PER_SECOND} calls a second");
             return Err(Status::resource_exhausted(reason));
         }
@@ -82,7 +82,7 @@ impl AuthInterceptor {
         })
     }
 
-    fn spend_call(&self, task: u32) -> bool {
+    fn spend_rate_allowance(&self, task: u32) -> bool {
         let now = Instant::now();
         let mut buckets = self.buckets.lock();
         let bucket = buckets.entry(task).or_insert(CallRateBucket { left: CALL_BURST, at: now });
@@ -123,8 +123,8 @@ mod tests {
     #[test]
     fn a_flood_of_one_task_leaves_the_others_alone() {
         let gate = AuthInterceptor::new(JobToken::random(), 2);
-        let passed = (0..30_000).take_while(|_| gate.spend_call(0)).count();
+        let passed = (0..30_000).take_while(|_| gate.spend_rate_allowance(0)).count();
         assert!((20_000..29_000).contains(&passed), "{passed}");
-        assert!(gate.spend_call(1));
+        assert!(gate.spend_rate_allowance(1));
     }
 }

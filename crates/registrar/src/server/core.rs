@@ -189,7 +189,7 @@ impl RegistrarCore {
 
     /// Returns whether a batch of records has not arrived before. A batch may be sent again after
     /// its connection broke.
-    pub(super) fn is_new_batch(&self, task: TaskId, source: u64, number: u64) -> bool {
+    pub(super) fn record_batch_if_new(&self, task: TaskId, source: u64, number: u64) -> bool {
         let mut batches = self.batches.lock();
         let known = batches.entry(task).or_default();
         if let Some((_, last)) = known.iter_mut().find(|(known, _)| *known == source) {
@@ -242,7 +242,8 @@ impl RegistrarCore {
     pub(super) fn record_heartbeat(&self, task: TaskId, session: u64) -> bool {
         let mut membership = self.membership.lock();
         // A heartbeat causes no effects, so it does not wait for the effects of other steps.
-        membership.observe_input(self.job_time(), MembershipInput::Heartbeat { task, session });
+        membership
+            .apply_membership_input(self.job_time(), MembershipInput::Heartbeat { task, session });
         let dropped = !membership.knows_session(task, session)
             && self.board.borrow().holders.get(&task).is_some_and(|holder| *holder == session);
         !dropped
@@ -260,13 +261,13 @@ impl RegistrarCore {
     /// Records the end of a heartbeat connection, unless the agent has a newer one.
     pub(super) fn record_disconnect(&self, task: TaskId, session: u64, stream: u64) {
         if self.streams.lock().get(&task) == Some(&stream) {
-            self.observe_input(MembershipInput::Disconnected { task, session });
+            self.apply_membership_input(MembershipInput::Disconnected { task, session });
         }
     }
 
     /// Passes an input to the membership.
-    pub(super) fn observe_input(&self, input: MembershipInput) {
-        self.step_membership(|members| members.observe_input(self.job_time(), input));
+    pub(super) fn apply_membership_input(&self, input: MembershipInput) {
+        self.step_membership(|members| members.apply_membership_input(self.job_time(), input));
     }
 
     /// Records a worker's exit. The driver gets the exit before its consequences.
@@ -279,8 +280,10 @@ impl RegistrarCore {
             {
                 members.queue_exit_report(task, generation, exit.clone());
             }
-            members
-                .observe_input(self.job_time(), MembershipInput::Exited { task, generation, exit });
+            members.apply_membership_input(
+                self.job_time(),
+                MembershipInput::Exited { task, generation, exit },
+            );
         });
     }
 
@@ -289,14 +292,14 @@ impl RegistrarCore {
         let rank = self.last_rank_of_task(task);
         // An elastic world that loses a worker is formed again, so its members need no such answer.
         if !self.is_elastic {
-            self.end_formations_with(generation, rank, &exit);
+            self.end_formations_awaiting(generation, rank, &exit);
         }
         self.events.push(JobEvent::Exited { task, rank, exit });
     }
 
     /// Notifies workers that wait for this one that it has ended successfully. A failure ends all
     /// workers in any case.
-    fn end_formations_with(&self, generation: Generation, rank: Rank, exit: &ExitReport) {
+    fn end_formations_awaiting(&self, generation: Generation, rank: Rank, exit: &ExitReport) {
         if !exit.kind.is_success() {
             return;
         }
@@ -332,7 +335,7 @@ impl RegistrarCore {
     }
 
     pub(super) fn abort_job(&self, reason: String) {
-        self.observe_input(MembershipInput::Abort { reason });
+        self.apply_membership_input(MembershipInput::Abort { reason });
     }
 
     /// Makes every agent send SIGINT to its worker.
@@ -416,25 +419,25 @@ impl RegistrarCore {
     }
 
     /// Ticks the membership at a fixed interval.
-    pub(super) async fn run_clock(self: Arc<Self>) {
+    pub(super) async fn run_membership_ticks(self: Arc<Self>) {
         let mut interval = tokio::time::interval(CLOCK_TICK_INTERVAL);
         // After a stop of this process, a burst of missed ticks would prove nothing.
         interval.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         let mut board = self.subscribe_announcements();
         while !board.borrow_and_update().closed {
             interval.tick().await;
-            self.observe_input(MembershipInput::Tick);
+            self.apply_membership_input(MembershipInput::Tick);
             self.spawn_journal_compaction();
             if !self.is_elastic
                 && self.started.elapsed() >= self.start_timeout + START_TIMEOUT_LEEWAY
                 && self.board.borrow().world.is_none()
             {
-                self.abort_late_start();
+                self.abort_after_start_timeout();
             }
         }
     }
 
-    fn abort_late_start(&self) {
+    fn abort_after_start_timeout(&self) {
         let (listed, count) = self.missing_tasks();
         let more = if listed.len() < count as usize { " and more" } else { "" };
         self.abort_job(format!(

@@ -20,13 +20,13 @@ impl RegistrarCore {
     /// all earlier steps.
     pub(super) fn step_membership<T>(&self, act: impl FnOnce(&mut MembershipMachine) -> T) -> T {
         let done = act(&mut self.membership.lock());
-        self.carry_out_pending();
+        self.carry_out_pending_effects();
         done
     }
 
     /// Carries out the pending effects. Membership is not locked while the journal is written, so
     /// heartbeats are still recorded.
-    pub(super) fn carry_out_pending(&self) {
+    pub(super) fn carry_out_pending_effects(&self) {
         self.run_blocking(|| {
             let _turn = self.effects_turn.lock();
             // After `effects_turn`: taken before it, two threads could carry out their effects in

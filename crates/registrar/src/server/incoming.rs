@@ -71,7 +71,7 @@ enum HandshakeStage {
 }
 
 impl AdmissionState {
-    fn insert_unproven(
+    fn insert_unproven_connection(
         &mut self,
         stage: HandshakeStage,
         source: IpAddr,
@@ -82,7 +82,7 @@ impl AdmissionState {
         self.groups.entry((stage, source)).or_default().insert(number, seated);
     }
 
-    fn remove_unproven(
+    fn remove_unproven_connection(
         &mut self,
         stage: HandshakeStage,
         source: IpAddr,
@@ -98,7 +98,7 @@ impl AdmissionState {
     }
 
     /// Ends one unproven connection, and returns whether there was one.
-    fn evict_unproven(&mut self) -> bool {
+    fn evict_unproven_connection(&mut self) -> bool {
         let mut sizes = BTreeMap::<HandshakeStage, usize>::new();
         for ((stage, _), group) in &self.groups {
             *sizes.entry(*stage).or_default() += group.len();
@@ -112,7 +112,7 @@ impl AdmissionState {
             group.keys().next().map(|number| (group.len(), Reverse(*number), *source))
         });
         oldest.max().is_some_and(|(_, Reverse(number), source)| {
-            self.remove_unproven(fullest, source, number).is_some()
+            self.remove_unproven_connection(fullest, source, number).is_some()
         })
     }
 }
@@ -141,13 +141,15 @@ impl AdmissionSlots {
         source: IpAddr,
     ) -> Option<(ConnectionSlot, oneshot::Receiver<()>)> {
         let mut state = self.state.lock();
-        if state.unproven + state.proven.len() >= self.max_connections && !state.evict_unproven() {
+        if state.unproven + state.proven.len() >= self.max_connections
+            && !state.evict_unproven_connection()
+        {
             return None;
         }
         state.last += 1;
         let number = state.last;
         let (seated, unseated) = oneshot::channel();
-        state.insert_unproven(HandshakeStage::default(), source, number, seated);
+        state.insert_unproven_connection(HandshakeStage::default(), source, number, seated);
         let (proven, stage) = (AtomicBool::new(false), Mutex::default());
         Some((ConnectionSlot { number, source, stage, proven, places: Arc::clone(self) }, unseated))
     }
@@ -164,15 +166,15 @@ struct ConnectionSlot {
 
 impl ConnectionSlot {
     /// Records that the connection has reached this stage.
-    fn reach_stage(&self, reached: HandshakeStage) {
+    fn record_handshake_stage(&self, reached: HandshakeStage) {
         let mut stage = self.stage.lock();
         // A stage never goes back: data that follows an answer must not count as a first message.
         if *stage >= reached {
             return;
         }
         let mut state = self.places.state.lock();
-        if let Some(seated) = state.remove_unproven(*stage, self.source, self.number) {
-            state.insert_unproven(reached, self.source, self.number, seated);
+        if let Some(seated) = state.remove_unproven_connection(*stage, self.source, self.number) {
+            state.insert_unproven_connection(reached, self.source, self.number, seated);
         }
         *stage = reached;
     }
@@ -187,7 +189,7 @@ impl ConnectionSlot {
         let mut state = self.places.state.lock();
         // A connection that was evicted a moment ago stays evicted: it ends, and its caller opens
         // another one.
-        if let Some(seated) = state.remove_unproven(*stage, self.source, self.number) {
+        if let Some(seated) = state.remove_unproven_connection(*stage, self.source, self.number) {
             state.proven.insert(self.number);
             self.proven.store(true, Ordering::Release);
             // Sending fails if the connection ends at this moment.
@@ -200,7 +202,7 @@ impl Drop for ConnectionSlot {
     fn drop(&mut self) {
         let stage = self.stage.lock();
         let mut state = self.places.state.lock();
-        state.remove_unproven(*stage, self.source, self.number);
+        state.remove_unproven_connection(*stage, self.source, self.number);
         state.proven.remove(&self.number);
     }
 }
@@ -248,7 +250,7 @@ impl AdmittedConnection {
         }
     }
 
-    fn note_answer(&mut self, written: &Poll<io::Result<usize>>) {
+    fn note_written_answer(&mut self, written: &Poll<io::Result<usize>>) {
         if let Some(trial) = &mut self.trial {
             trial.is_answered |= matches!(written, Poll::Ready(Ok(_)));
         }
@@ -322,7 +324,7 @@ impl AsyncRead for AdmittedConnection {
         if let Some(trial) = &self.trial
             && buffer.filled().len() > before
         {
-            self.place.0.reach_stage(if trial.is_answered {
+            self.place.0.record_handshake_stage(if trial.is_answered {
                 HandshakeStage::Answered
             } else {
                 HandshakeStage::Spoken
@@ -340,7 +342,7 @@ impl AsyncWrite for AdmittedConnection {
     ) -> Poll<io::Result<usize>> {
         self.check_limits(context)?;
         let written = Pin::new(&mut self.stream).poll_write(context, bytes);
-        self.note_answer(&written);
+        self.note_written_answer(&written);
         written
     }
 
@@ -351,7 +353,7 @@ impl AsyncWrite for AdmittedConnection {
     ) -> Poll<io::Result<usize>> {
         self.check_limits(context)?;
         let written = Pin::new(&mut self.stream).poll_write_vectored(context, slices);
-        self.note_answer(&written);
+        self.note_written_answer(&written);
         written
     }
 
@@ -413,14 +415,14 @@ mod tests {
         let places = AdmissionSlots::new(3);
         let (mut spoken, mut answered) =
             (places.take_slot(HERE).unwrap(), places.take_slot(HERE).unwrap());
-        spoken.0.reach_stage(HandshakeStage::Spoken);
-        answered.0.reach_stage(HandshakeStage::Answered);
+        spoken.0.record_handshake_stage(HandshakeStage::Spoken);
+        answered.0.record_handshake_stage(HandshakeStage::Answered);
         let _flood: Vec<_> = (0..100).map(|_| places.take_slot(HERE).unwrap()).collect();
         assert!(is_open(&mut spoken) && is_open(&mut answered));
         let _newcomers: Vec<_> = (0..3)
             .map(|_| {
                 let newcomer = places.take_slot(HERE).unwrap();
-                newcomer.0.reach_stage(HandshakeStage::Answered);
+                newcomer.0.record_handshake_stage(HandshakeStage::Answered);
                 newcomer
             })
             .collect();
@@ -434,7 +436,7 @@ mod tests {
         let held: Vec<_> = (0..7)
             .map(|_| {
                 let stranger = places.take_slot(THERE).unwrap();
-                stranger.0.reach_stage(HandshakeStage::Spoken);
+                stranger.0.record_handshake_stage(HandshakeStage::Spoken);
                 stranger
             })
             .collect();

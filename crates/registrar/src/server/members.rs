@@ -11,8 +11,8 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use farandole_membership::{
-    ElasticMembership, ExitReport, FixedMembership, JournalStep, MembershipDecision,
-    MembershipInput, RegistrationRefusal, StepKind,
+    ElasticMembership, ElasticStepInput, ExitReport, FixedMembership, JournalStep,
+    MembershipDecision, MembershipInput, RegistrationRefusal,
 };
 use farandole_world::{Generation, HostHash, TaskId};
 
@@ -120,8 +120,11 @@ impl MembershipMachine {
             return Ok(generation);
         }
         // The worker begins without a world.
-        self.take_elastic_step(now, StepKind::AgentRegistration { task, session, host_hash: host })
-            .map(|()| Generation(0))
+        self.take_elastic_step(
+            now,
+            ElasticStepInput::AgentRegistration { task, session, host_hash: host },
+        )
+        .map(|()| Generation(0))
     }
 
     pub(super) fn request_world(
@@ -133,31 +136,30 @@ impl MembershipMachine {
     ) -> Result<(), RegistrationRefusal> {
         match self.kind {
             MembershipKind::Fixed(_) => Err(RegistrationRefusal::NotWanted { task }),
-            MembershipKind::Elastic { .. } => {
-                self.take_elastic_step(now, StepKind::WorldRequest { task, after, suspects })
-            }
+            MembershipKind::Elastic { .. } => self
+                .take_elastic_step(now, ElasticStepInput::WorldRequest { task, after, suspects }),
         }
     }
 
-    pub(super) fn observe_input(&mut self, now: Duration, input: MembershipInput) {
+    pub(super) fn apply_membership_input(&mut self, now: Duration, input: MembershipInput) {
         if let MembershipKind::Fixed(members) = &mut self.kind {
-            let decisions = members.observe_input(now, input);
+            let decisions = members.apply_membership_input(now, input);
             return self.queue_decisions(decisions);
         }
         // Only registrations and requests are refused, so there is no error.
-        drop(self.take_elastic_step(now, StepKind::Input(input)));
+        drop(self.take_elastic_step(now, ElasticStepInput::Input(input)));
     }
 
     /// Continues after an outage of the registrar.
     pub(super) fn resume_after_outage(&mut self, now: Duration) {
         // This step is never refused.
-        drop(self.take_elastic_step(now, StepKind::Restart));
+        drop(self.take_elastic_step(now, ElasticStepInput::Restart));
     }
 
     fn take_elastic_step(
         &mut self,
         now: Duration,
-        input: StepKind,
+        input: ElasticStepInput,
     ) -> Result<(), RegistrationRefusal> {
         let outcome = match &mut self.kind {
             MembershipKind::Fixed(_) => return Ok(()),

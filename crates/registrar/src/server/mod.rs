@@ -96,7 +96,7 @@ impl RegistrarIdentity {
         Ok(Self {
             job_id: choose_job_id(name)?,
             token: JobToken::random(),
-            identity: tls::generate_identity()?,
+            identity: tls::generate_certificate_identity()?,
             port: None,
         })
     }
@@ -205,7 +205,7 @@ impl Registrar {
                 ))
             });
         };
-        match journal.take_unfinished() {
+        match journal.take_unfinished_job() {
             Some(unfinished) => {
                 Self::continue_job(options, elastic, connected, journal, unfinished)
             }
@@ -357,7 +357,7 @@ impl Registrar {
             }
         });
         let ticking = Arc::clone(&core);
-        runtime.spawn(async move { ticking.run_clock().await });
+        runtime.spawn(async move { ticking.run_membership_ticks().await });
         let running = Mutex::new(Some(ServerRuntime { runtime, server }));
         Ok(Self { core, ticket, calls, running, made_in: std::process::id() })
     }
@@ -422,7 +422,7 @@ impl Registrar {
     /// `Forked`.
     pub fn update_hosts(&self, hosts: &[(String, u32)]) -> Result<()> {
         self.check_own_process()?;
-        self.core.observe_input(MembershipInput::Hosts(hosts.to_vec()));
+        self.core.apply_membership_input(MembershipInput::Hosts(hosts.to_vec()));
         Ok(())
     }
 
@@ -431,10 +431,10 @@ impl Registrar {
     ///
     /// # Errors
     /// `Forked`.
-    pub fn report_not_started(&self, task: TaskId, reason: &str) -> Result<()> {
+    pub fn report_worker_not_started(&self, task: TaskId, reason: &str) -> Result<()> {
         self.check_own_process()?;
         let reason = format!("could not be started: {reason}");
-        self.core.observe_input(MembershipInput::NotStarted { task, reason });
+        self.core.apply_membership_input(MembershipInput::NotStarted { task, reason });
         Ok(())
     }
 
@@ -445,7 +445,8 @@ impl Registrar {
     /// `Forked`.
     pub fn dismiss_worker(&self, task: TaskId, reason: &str) -> Result<()> {
         self.check_own_process()?;
-        self.core.observe_input(MembershipInput::Leaves { task, reason: reason.to_owned() });
+        self.core
+            .apply_membership_input(MembershipInput::Leaves { task, reason: reason.to_owned() });
         Ok(())
     }
 

@@ -43,7 +43,7 @@ impl RecoveredState {
         let mut formation = FormationTable::default();
         if let Some(journal) = &journal {
             let journal = Arc::clone(journal);
-            formation.on_world_formed(move |formed| {
+            formation.set_world_formed_callback(move |formed| {
                 journal.append_record(&JournalRecord::WorldFormed(formed.clone()))
             });
         }

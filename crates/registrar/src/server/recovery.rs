@@ -46,7 +46,7 @@ impl RegistrarCore {
         self.board.send_modify(|board| {
             board.ends.extend(gone.into_iter().map(|task| (task, Arc::clone(&verdict))));
         });
-        self.carry_out_pending();
+        self.carry_out_pending_effects();
         resumed
     }
 
@@ -107,7 +107,7 @@ impl RegistrarCore {
         value: Bytes,
     ) -> std::result::Result<(), KeyValueRefusal> {
         let mut kv = self.kv.lock();
-        self.journal_put(generation, &key, &value);
+        self.journal_key_value(generation, &key, &value);
         kv.put_value(generation, key, value)
     }
 
@@ -122,13 +122,13 @@ impl RegistrarCore {
         if let Some(held) = kv.current_value(generation, &key) {
             return Ok(held);
         }
-        self.journal_put(generation, &key, &value);
+        self.journal_key_value(generation, &key, &value);
         kv.put_if_absent(generation, key, value)
     }
 
     /// Records a value in the journal before any task can read it. A value that is refused now is
     /// refused again when the journal is read.
-    fn journal_put(&self, generation: Generation, key: &str, value: &Bytes) {
+    fn journal_key_value(&self, generation: Generation, key: &str, value: &Bytes) {
         if let Some(journal) = &self.journal {
             journal.append_record(&JournalRecord::Put(KeyValuePair {
                 generation,
@@ -183,7 +183,7 @@ mod tests {
             MembershipJournal::open_or_create(&folder.path().join("journal"), "train").unwrap(),
         );
         let journal = Arc::clone(core.journal.as_ref().unwrap());
-        core.observe_input(MembershipInput::Hosts(vec![("a".to_owned(), 2)]));
+        core.apply_membership_input(MembershipInput::Hosts(vec![("a".to_owned(), 2)]));
         let register =
             |task| core.register_task(TaskId(task), 0, u64::from(task), HostHash("a".to_owned()));
         let is_assigned = |task| core.board.borrow().holders.contains_key(&TaskId(task));

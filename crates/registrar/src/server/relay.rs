@@ -34,7 +34,7 @@ const MAX_PIECES_IN_FLIGHT: usize = 2;
 type RelayPieceResult = Result<wire::RelayPiece, Status>;
 
 /// The target of calls for one world of a task.
-type CallTarget = (Generation, TaskId, u64);
+type RelayCallTarget = (Generation, TaskId, u64);
 
 /// The stream of pieces to one end.
 pub(super) type RelayPieceStream = ReceiverStream<RelayPieceResult>;
@@ -48,7 +48,7 @@ struct RelayLinkEnd {
 /// The tasks that accept calls, and the calls that wait for an answer.
 #[derive(Default)]
 pub(super) struct RelayExchange {
-    call_streams: Mutex<HashMap<CallTarget, mpsc::Sender<Result<wire::Call, Status>>>>,
+    call_streams: Mutex<HashMap<RelayCallTarget, mpsc::Sender<Result<wire::Call, Status>>>>,
     pending_calls: Mutex<HashMap<u64, oneshot::Sender<RelayLinkEnd>>>,
 }
 
@@ -99,7 +99,7 @@ impl RelayExchange {
         match first.and_then(|piece| piece.what) {
             Some(What::Dial(dial)) => {
                 let other = self
-                    .call_task((caller.generation, TaskId(dial.task), dial.relay_world))
+                    .call_relayed_task((caller.generation, TaskId(dial.task), dial.relay_world))
                     .await?;
                 tokio::spawn(forward_pieces(own.incoming, other.outgoing));
                 tokio::spawn(forward_pieces(other.incoming, own.outgoing));
@@ -119,7 +119,7 @@ impl RelayExchange {
     }
 
     /// Sends a call to a task, and waits for its answer.
-    async fn call_task(&self, target: CallTarget) -> Result<RelayLinkEnd, Status> {
+    async fn call_relayed_task(&self, target: RelayCallTarget) -> Result<RelayLinkEnd, Status> {
         let (_, TaskId(task), _) = target;
         let away = || Status::unavailable(format!("task {task} takes no calls"));
         let calls = self.call_streams.lock().get(&target).cloned().ok_or_else(away)?;

@@ -20,7 +20,7 @@ use super::formation::{self, FormationRequestGuard};
 use super::relay::{RelayExchange, RelayPieceStream};
 use crate::convert;
 use crate::event::JobEvent;
-use crate::formation::FormationAnswer;
+use crate::formation::FormationOutcomeOrReceiver;
 use crate::generated as wire;
 use crate::generated::registrar_server::Registrar;
 use crate::kv::{KeyValueRefusal, MAX_KEY_BYTES, ValueLookup};
@@ -197,8 +197,10 @@ impl Registrar for RegistrarService {
 
     async fn leave(&self, request: Request<wire::LeaveRequest>) -> Reply<wire::LeaveReply> {
         let task = call_origin(&request)?.task;
-        self.core
-            .observe_input(MembershipInput::Leaves { task, reason: request.into_inner().reason });
+        self.core.apply_membership_input(MembershipInput::Leaves {
+            task,
+            reason: request.into_inner().reason,
+        });
         Ok(Response::new(wire::LeaveReply {}))
     }
 
@@ -252,7 +254,7 @@ impl Registrar for RegistrarService {
         }
         let wait = Duration::from_millis(message.timeout_ms).min(MAX_CALL_WAIT);
         let lookup = self.core.run_blocking(|| {
-            self.core.key_value_store().lock().get_or_wait(caller.generation, message.key)
+            self.core.key_value_store().lock().value_or_receiver(caller.generation, message.key)
         });
         let value = match lookup {
             ValueLookup::Found(value) => Some(value),
@@ -287,8 +289,8 @@ impl Registrar for RegistrarService {
             })
             .map_err(|refused| key_value_status(&refused))?;
         let known = match first {
-            FormationAnswer::Known(outcome) => outcome,
-            FormationAnswer::Wait(mut outcome) => tokio::select! {
+            FormationOutcomeOrReceiver::Known(outcome) => outcome,
+            FormationOutcomeOrReceiver::Wait(mut outcome) => tokio::select! {
                 answer = timeout(wait, outcome.wait_for(Option::is_some)) => {
                     match answer.map(|answer| answer.ok().and_then(|outcome| outcome.clone())) {
                         Ok(Some(outcome)) => outcome,
@@ -310,7 +312,7 @@ impl Registrar for RegistrarService {
         let caller = call_origin(&request)?;
         let mut batches = request.into_inner();
         while let Some(batch) = batches.message().await? {
-            if !self.core.is_new_batch(caller.task, batch.source, batch.number) {
+            if !self.core.record_batch_if_new(caller.task, batch.source, batch.number) {
                 continue;
             }
             let rank = self.core.task_rank(caller.task).map(|rank| rank.0);

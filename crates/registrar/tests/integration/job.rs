@@ -382,7 +382,7 @@ fn a_rank_that_has_ended_well_is_known_to_the_others() {
     thread::scope(|scope| {
         let waiting = scope.spawn(|| meet(&agents[1], Some(&[1, 2])));
         agents[2].report_exit(&failed(ExitKind::Code(0)), soon()).unwrap();
-        agents[3].report_own_exit(soon()).unwrap();
+        agents[3].report_own_success(soon()).unwrap();
         let host = host::host_facts().host_hash().0;
         let ended = |rank| FormationOutcome::WorkerEnded { rank: Rank(rank), host: host.clone() };
         assert_eq!(waiting.join().unwrap().unwrap(), ended(2));

@@ -57,7 +57,8 @@ fn called(agent: &TaskClient) -> (RelayedLinks, TcpListener) {
 
 fn dial(relay: &RelayedLinks, task: u32) -> TcpStream {
     let stream =
-        TcpStream::connect(relay.listen_for_task(TaskId(task), RELAY_WORLD).unwrap()).unwrap();
+        TcpStream::connect(relay.open_listener_to_task(TaskId(task), RELAY_WORLD).unwrap())
+            .unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
     stream
 }
@@ -184,7 +185,7 @@ fn another_user_who_floods_a_door_gets_no_link_and_keeps_none_from_its_owner() {
     let agents = agents(&registrar, 2);
     let (_answering, listener) = called(&agents[0]);
     let calling = agents[1].open_relay(RELAY_WORLD).unwrap();
-    let address = calling.listen_for_task(TaskId(0), RELAY_WORLD).unwrap();
+    let address = calling.open_listener_to_task(TaskId(0), RELAY_WORLD).unwrap();
     let mut strangers: Vec<Child> = (0..4).map(|_| stranger(address.port())).collect();
     for round in 0..20_u8 {
         let mut near = TcpStream::connect(address).unwrap();
@@ -213,7 +214,8 @@ fn starved_child() {
     let agents = agents(&registrar, 2);
     let (_answering, listener) = called(&agents[0]);
     let calling = agents[1].open_relay(RELAY_WORLD).unwrap();
-    let addresses = [0, 0].map(|task| calling.listen_for_task(TaskId(task), RELAY_WORLD).unwrap());
+    let addresses =
+        [0, 0].map(|task| calling.open_listener_to_task(TaskId(task), RELAY_WORLD).unwrap());
     let limits = getrlimit(Resource::Nofile);
     let max_files = std::fs::read_dir("/proc/self/fd").unwrap().count() as u64 + 16;
     setrlimit(Resource::Nofile, Rlimit { current: Some(max_files), ..limits }).unwrap();

@@ -72,7 +72,7 @@ pub(crate) fn detect_launch(
     }
     let Some(inner) = reports
         .iter()
-        .max_by_key(|one| (one.depth, std::cmp::Reverse(launcher_position(one.launcher))))
+        .max_by_key(|one| (one.depth, std::cmp::Reverse(launcher_table_index(one.launcher))))
     else {
         return match sizeless {
             Some(starter) => Err(missing_size_message(starter)),
@@ -91,7 +91,7 @@ pub(crate) fn detect_launch(
     Ok(LaunchDetection::World(build_detected_rank(inner, lookup, read)))
 }
 
-fn launcher_position(starter: &LauncherVariables) -> Option<usize> {
+fn launcher_table_index(starter: &LauncherVariables) -> Option<usize> {
     KNOWN_LAUNCHERS.iter().position(|other| other.key == starter.key)
 }
 

@@ -38,7 +38,7 @@ mod ticket_file;
 
 pub(crate) use detect::{DetectedRank, LaunchDetection, detect_launch};
 pub(crate) use rank_search::{connect_assigned_rank, connect_detected_rank};
-pub use rank_search::{host_registrar, rank_holder_variable, report_leaving};
+pub use rank_search::{host_registrar, rank_not_inherited_variable, report_orderly_exit};
 
 /// Returns a variable's value, by its name.
 pub(crate) type VariableLookup<'a> = &'a dyn Fn(&str) -> Option<String>;

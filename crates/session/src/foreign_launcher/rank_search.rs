@@ -104,7 +104,7 @@ pub(crate) fn connect_detected_rank(
         job_identity::job_name(&started, &config.rendezvous, &job_identity::launcher_process)
             .map_err(astray)?,
     );
-    if let Some(client) = held_client(&started, &job)? {
+    if let Some(client) = client_of_held_rank(&started, &job)? {
         return Ok(Some(client));
     }
     let way = RankZeroRendezvous::select_rendezvous(
@@ -152,7 +152,7 @@ pub(crate) fn connect_detected_rank(
 ///
 /// # Errors
 /// `RankHeldByParent` when another process, such as the parent, has the rank.
-fn held_client(started: &DetectedRank, job: &JobId) -> Result<Option<TaskClient>> {
+fn client_of_held_rank(started: &DetectedRank, job: &JobId) -> Result<Option<TaskClient>> {
     let taken = |holder: String| Error::RankHeldByParent {
         rank: Rank(started.rank),
         holder,
@@ -179,7 +179,7 @@ fn held_client(started: &DetectedRank, job: &JobId) -> Result<Option<TaskClient>
 
 /// Returns a variable to set in this process, by name and value, so that its child processes do not
 /// take the same rank; `None` if no other launcher started this process.
-pub fn rank_holder_variable() -> Option<(&'static str, String)> {
+pub fn rank_not_inherited_variable() -> Option<(&'static str, String)> {
     // The registrar of our own launcher refuses a second process for a rank.
     if environment_variable("FARANDOLE_JOB").is_some() {
         return None;
@@ -197,12 +197,12 @@ pub fn rank_holder_variable() -> Option<(&'static str, String)> {
 
 /// Reports to the registrar that this process ends without an error, if another launcher started
 /// it: there is no agent to report it, and the other ranks may continue and form worlds without it.
-pub fn report_leaving() {
+pub fn report_orderly_exit() {
     let client = match HELD_RANK.lock().as_ref() {
         Some(held) if held.process == process::id() => held.client.clone(),
         _ => return,
     };
-    if let Err(error) = client.report_own_exit(Instant::now() + LEAVE_REPORT_TIMEOUT) {
+    if let Err(error) = client.report_own_success(Instant::now() + LEAVE_REPORT_TIMEOUT) {
         // Rank 0, which holds the registrar, may have ended first.
         tracing::debug!(%error, "the end of this rank was not reported");
     }

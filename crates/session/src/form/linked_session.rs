@@ -62,13 +62,13 @@ pub(crate) fn form_linked_session(
         deadline,
     };
     let data = data.open_links(&mesh, interrupted)?;
-    if let Some(warning) = links::fallback_warning(&mesh.tcp_fallbacks()) {
+    if let Some(warning) = links::tcp_fallback_warning(&mesh.tcp_fallbacks()) {
         tracing::warn!("{warning}");
     }
     let mesh_parker = Arc::new(MeshParker::with_mesh(mesh));
     let engine = start_engine(config, &world, &mesh_parker, control, data)?;
     let session = Session::new(engine, Some(client), Arc::new(world), mesh_parker, config);
-    finish_formation(session, options, deadline, interrupted)
+    create_sets_and_await_ranks(session, options, deadline, interrupted)
 }
 
 /// Forms a world of one.
@@ -82,7 +82,7 @@ pub(super) fn form_single_session(
 ) -> Result<Session> {
     let mesh_parker = Arc::new(MeshParker::without_mesh()?);
     let engine = start_engine(config, &world, &mesh_parker, Vec::new(), Vec::new())?;
-    finish_formation(
+    create_sets_and_await_ranks(
         Session::new(engine, client, Arc::new(world), mesh_parker, config),
         options,
         deadline,
@@ -91,7 +91,7 @@ pub(super) fn form_single_session(
 }
 
 /// Waits until the engines of all ranks run and have all process sets (SE-2).
-fn finish_formation(
+fn create_sets_and_await_ranks(
     session: Session,
     options: &InitOptions,
     deadline: Instant,
@@ -134,7 +134,7 @@ pub(super) fn join_mesh(
     };
     let joined = Mesh::join(options, &rendezvous);
     // The transport only knows that the rendezvous failed; this error says why.
-    match rendezvous.into_failure() {
+    match rendezvous.into_formation_failure() {
         Some(failure) => Err(failure),
         None => Ok(joined?),
     }

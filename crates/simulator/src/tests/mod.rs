@@ -46,8 +46,8 @@ fn real_communicators_take_the_time_of_simulated_jobs() {
         let collective = AllreduceSimulator::new(&cluster, &config()).unwrap();
         let plan = collective.allreduce_plan(bytes).unwrap();
         let each = collective.simulate_every_rank(bytes, &plan).unwrap();
-        let actions = collective.record_every_rank(&plan).unwrap();
-        let capacity = collective.ring_bytes();
+        let actions = collective.record_actions_of_every_rank(&plan).unwrap();
+        let capacity = collective.shared_memory_ring_bytes();
         let size = usize::try_from(bytes).unwrap();
         let live =
             modeled_links::run_allreduce(&cluster, size, capacity, &CrossoverTable::default());

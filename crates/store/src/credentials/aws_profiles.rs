@@ -35,7 +35,7 @@ pub(super) struct AssumedRole {
 }
 
 /// A profile's way to credentials.
-pub(super) enum ProfileCredentials {
+pub(super) enum ProfileCredentialMethod {
     Keys(AwsCredential),
     Process(String),
     WebIdentity {
@@ -43,7 +43,7 @@ pub(super) enum ProfileCredentials {
         role: AssumedRole,
     },
     Role {
-        base: Box<ProfileCredentials>,
+        base: Box<ProfileCredentialMethod>,
         role: AssumedRole,
     },
     SingleSignOn {
@@ -109,16 +109,16 @@ impl ProfileFiles {
     pub(super) fn credentials(
         &self,
         profile: &str,
-    ) -> Result<Option<ProfileCredentials>, CredentialError> {
-        self.find_credentials(profile, true, MAX_PROFILE_CHAIN)
+    ) -> Result<Option<ProfileCredentialMethod>, CredentialError> {
+        self.resolve_profile_chain(profile, true, MAX_PROFILE_CHAIN)
     }
 
-    fn find_credentials(
+    fn resolve_profile_chain(
         &self,
         profile: &str,
         follows_roles: bool,
         links_left: usize,
-    ) -> Result<Option<ProfileCredentials>, CredentialError> {
+    ) -> Result<Option<ProfileCredentialMethod>, CredentialError> {
         let refuse = |reason: String| CredentialError::new(self.origin(profile), reason);
         let setting = |name: &str| self.setting(profile, name);
         let need = |name: &str| {
@@ -133,7 +133,7 @@ impl ProfileFiles {
             };
             if let Some(token_file) = setting("web_identity_token_file") {
                 let token_file = self.home.expand_home(token_file);
-                return Ok(Some(ProfileCredentials::WebIdentity { token_file, role }));
+                return Ok(Some(ProfileCredentialMethod::WebIdentity { token_file, role }));
             }
             if setting("mfa_serial").is_some() {
                 return Err(refuse("a role with mfa_serial needs a person at each renewal".into()));
@@ -144,17 +144,20 @@ impl ProfileFiles {
                         return Err(refuse("its source_profile leads back to it".into()));
                     }
                     // A profile that names itself has keys besides the role.
-                    self.find_credentials(source, source != profile, links_left - 1)?.ok_or_else(
-                        || refuse(format!("its source_profile {source:?} has no credentials")),
-                    )?
+                    self.resolve_profile_chain(source, source != profile, links_left - 1)?
+                        .ok_or_else(|| {
+                            refuse(format!("its source_profile {source:?} has no credentials"))
+                        })?
                 }
-                (None, Some("Environment")) => ProfileCredentials::Environment,
-                (None, Some("EcsContainer" | "Ec2InstanceMetadata")) => ProfileCredentials::Machine,
+                (None, Some("Environment")) => ProfileCredentialMethod::Environment,
+                (None, Some("EcsContainer" | "Ec2InstanceMetadata")) => {
+                    ProfileCredentialMethod::Machine
+                }
                 (None, _) => {
                     return Err(refuse("its role_arn needs a source_profile".into()));
                 }
             };
-            return Ok(Some(ProfileCredentials::Role { base: Box::new(base), role }));
+            return Ok(Some(ProfileCredentialMethod::Role { base: Box::new(base), role }));
         }
         if let Some(role) = setting("sso_role_name") {
             let (region, cached) = match setting("sso_session") {
@@ -169,8 +172,8 @@ impl ProfileFiles {
                 }
                 None => (need("sso_region")?, need("sso_start_url")?),
             };
-            let token_file = format!("~/.aws/sso/cache/{}.json", sha1_text(&cached));
-            return Ok(Some(ProfileCredentials::SingleSignOn {
+            let token_file = format!("~/.aws/sso/cache/{}.json", sso_cache_file_stem(&cached));
+            return Ok(Some(ProfileCredentialMethod::SingleSignOn {
                 token_file: self.home.expand_home(&token_file),
                 region,
                 account: need("sso_account_id")?,
@@ -178,13 +181,14 @@ impl ProfileFiles {
             }));
         }
         if let Some(key_id) = setting("aws_access_key_id") {
-            return Ok(Some(ProfileCredentials::Keys(AwsCredential {
+            return Ok(Some(ProfileCredentialMethod::Keys(AwsCredential {
                 key_id: key_id.to_owned(),
                 secret_key: need("aws_secret_access_key")?,
                 token: setting("aws_session_token").map(str::to_owned),
             })));
         }
-        Ok(setting("credential_process").map(|text| ProfileCredentials::Process(text.to_owned())))
+        Ok(setting("credential_process")
+            .map(|text| ProfileCredentialMethod::Process(text.to_owned())))
     }
 }
 
@@ -238,7 +242,7 @@ fn parse_sections(text: &str) -> BTreeMap<String, ProfileSettings> {
 }
 
 /// Returns the name under which the AWS command line caches the token of a session.
-fn sha1_text(text: &str) -> String {
+fn sso_cache_file_stem(text: &str) -> String {
     let digest = ring::digest::digest(&ring::digest::SHA1_FOR_LEGACY_USE_ONLY, text.as_bytes());
     digest.as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
 }
@@ -326,12 +330,12 @@ sso_region = far
              [profile role]\nrole_arn=arn\nsource_profile=default\nexternal_id=e\n",
             "[default]\naws_access_key_id=new\n",
         );
-        let Some(ProfileCredentials::Role { base, role }) = files.credentials("role").unwrap()
+        let Some(ProfileCredentialMethod::Role { base, role }) = files.credentials("role").unwrap()
         else {
             panic!("no role")
         };
         assert_eq!((role.arn.as_str(), role.external_id.as_deref()), ("arn", Some("e")));
-        let ProfileCredentials::Keys(key) = *base else { panic!("no keys") };
+        let ProfileCredentialMethod::Keys(key) = *base else { panic!("no keys") };
         assert_eq!((key.key_id.as_str(), key.secret_key.as_str()), ("new", "s"));
     }
 
@@ -346,7 +350,7 @@ sso_region = far
         );
         let mut found = Vec::new();
         for profile in ["a", "b"] {
-            let Some(ProfileCredentials::SingleSignOn { token_file, region, .. }) =
+            let Some(ProfileCredentialMethod::SingleSignOn { token_file, region, .. }) =
                 files.credentials(profile).unwrap()
             else {
                 panic!("no single sign-on")

@@ -15,7 +15,7 @@ use object_store::CredentialProvider;
 use object_store::aws::{AmazonS3Builder, AwsCredential};
 use serde::Deserialize;
 
-use super::aws_profiles::{AssumedRole, ProfileCredentials, ProfileFiles, read_sso_token};
+use super::aws_profiles::{AssumedRole, ProfileCredentialMethod, ProfileFiles, read_sso_token};
 use super::role_requests::TokenService;
 use super::{
     CredentialError, CredentialSource, FUNCTION_OPTION, FetchedCredential, SourceEnvironment,
@@ -54,7 +54,7 @@ enum AwsSource {
 }
 
 /// A source with its place.
-struct PlacedSource {
+struct AwsSourceWithOrigin {
     source: AwsSource,
     origin: String,
     is_fixed: bool,
@@ -91,17 +91,17 @@ pub(crate) fn choose_aws_source(
         endpoint.map_or_else(|| format!("https://sts.{region}.amazonaws.com"), str::to_owned);
     let service = TokenService { endpoint, region, timeout };
     let place = |source, origin: String, is_fixed| -> Arc<dyn CredentialSource<AwsCredential>> {
-        Arc::new(PlacedSource { source, origin, is_fixed, service: service.clone() })
+        Arc::new(AwsSourceWithOrigin { source, origin, is_fixed, service: service.clone() })
     };
     let token = option("session_token").or_else(|| option("token"));
     let given = (option("access_key_id"), option("secret_access_key"));
-    if let Some(keys) = read_keys(given, token, "the options key and secret")? {
+    if let Some(keys) = access_key_from_values(given, token, "the options key and secret")? {
         return Ok(place(AwsSource::Keys(keys), "the options key and secret".into(), true));
     }
     // As in boto3, a profile that the caller names comes before keys in the environment.
     if let Some(profile) = option("profile") {
         let (source, origin) = profile_source(profile, options, environment, &service)?
-            .ok_or_else(|| missing_profile(profile, environment))?;
+            .ok_or_else(|| missing_profile_error(profile, environment))?;
         return Ok(place(source, origin, false));
     }
     if let Some(keys) = environment_keys(environment)? {
@@ -124,9 +124,9 @@ pub(crate) fn choose_aws_source(
     match (found, named) {
         (Some((source, origin)), _) => Ok(place(source, origin, false)),
         // The identity of the machine would silently be another one than the named profile.
-        (None, Some(profile)) => Err(missing_profile(profile, environment)),
+        (None, Some(profile)) => Err(missing_profile_error(profile, environment)),
         (None, None) => {
-            let provider = machine_provider(options, environment, timeout)?;
+            let provider = machine_identity_provider(options, environment, timeout)?;
             Ok(place(AwsSource::Machine(provider), MACHINE_ORIGIN.into(), false))
         }
     }
@@ -144,7 +144,7 @@ const ENVIRONMENT_ORIGIN: &str =
 const MACHINE_ORIGIN: &str = "the identity of the container or machine (there are no options, \
                               variables or profiles with credentials)";
 
-fn missing_profile(profile: &str, environment: &SourceEnvironment) -> CredentialError {
+fn missing_profile_error(profile: &str, environment: &SourceEnvironment) -> CredentialError {
     let reason = match ProfileFiles::read(environment) {
         Ok(files) if files.contains(profile) => "it has no credentials".to_owned(),
         Ok(_) => "it does not exist".to_owned(),
@@ -156,7 +156,7 @@ fn missing_profile(profile: &str, environment: &SourceEnvironment) -> Credential
 }
 
 /// Returns an access key; `None` if there is none.
-fn read_keys(
+fn access_key_from_values(
     given: (Option<&str>, Option<&str>),
     token: Option<&str>,
     origin: &str,
@@ -177,7 +177,7 @@ fn environment_keys(
     environment: &SourceEnvironment,
 ) -> Result<Option<AwsCredential>, CredentialError> {
     let given = (environment.get("AWS_ACCESS_KEY_ID"), environment.get("AWS_SECRET_ACCESS_KEY"));
-    read_keys(given, environment.get("AWS_SESSION_TOKEN"), ENVIRONMENT_ORIGIN)
+    access_key_from_values(given, environment.get("AWS_SESSION_TOKEN"), ENVIRONMENT_ORIGIN)
 }
 
 /// Returns the source of a profile with its place; `None` for a profile without credentials.
@@ -189,27 +189,27 @@ fn profile_source(
 ) -> Result<Option<(AwsSource, String)>, CredentialError> {
     let files = ProfileFiles::read(environment)?;
     let Some(found) = files.credentials(profile)? else { return Ok(None) };
-    let source = convert_profile(found, options, environment, service)?;
+    let source = aws_source_of_profile(found, options, environment, service)?;
     Ok(Some((source, files.origin(profile))))
 }
 
-fn convert_profile(
-    found: ProfileCredentials,
+fn aws_source_of_profile(
+    found: ProfileCredentialMethod,
     options: &BTreeMap<String, String>,
     environment: &SourceEnvironment,
     service: &TokenService,
 ) -> Result<AwsSource, CredentialError> {
     Ok(match found {
-        ProfileCredentials::Keys(keys) => AwsSource::Keys(keys),
-        ProfileCredentials::Process(command) => AwsSource::Process(command),
-        ProfileCredentials::WebIdentity { token_file, role } => {
+        ProfileCredentialMethod::Keys(keys) => AwsSource::Keys(keys),
+        ProfileCredentialMethod::Process(command) => AwsSource::Process(command),
+        ProfileCredentialMethod::WebIdentity { token_file, role } => {
             AwsSource::WebIdentity { token_file, role }
         }
-        ProfileCredentials::Role { base, role } => {
-            let base = Box::new(convert_profile(*base, options, environment, service)?);
+        ProfileCredentialMethod::Role { base, role } => {
+            let base = Box::new(aws_source_of_profile(*base, options, environment, service)?);
             AwsSource::Role { base, role }
         }
-        ProfileCredentials::SingleSignOn { token_file, region, account, role } => {
+        ProfileCredentialMethod::SingleSignOn { token_file, region, account, role } => {
             let endpoint = environment.get("AWS_ENDPOINT_URL_SSO").map_or_else(
                 || format!("https://portal.sso.{region}.amazonaws.com"),
                 str::to_owned,
@@ -217,10 +217,10 @@ fn convert_profile(
             let portal = TokenService { endpoint, region, timeout: service.timeout };
             AwsSource::SingleSignOn { token_file, account, role, portal }
         }
-        ProfileCredentials::Machine => {
-            AwsSource::Machine(machine_provider(options, environment, service.timeout)?)
+        ProfileCredentialMethod::Machine => {
+            AwsSource::Machine(machine_identity_provider(options, environment, service.timeout)?)
         }
-        ProfileCredentials::Environment => AwsSource::Keys(
+        ProfileCredentialMethod::Environment => AwsSource::Keys(
             environment_keys(environment)?
                 .ok_or_else(|| CredentialError::new(ENVIRONMENT_ORIGIN, "they are not set"))?,
         ),
@@ -228,7 +228,7 @@ fn convert_profile(
 }
 
 /// Returns the backend's own provider for the identity of a container or machine.
-fn machine_provider(
+fn machine_identity_provider(
     options: &BTreeMap<String, String>,
     environment: &SourceEnvironment,
     timeout: Duration,
@@ -256,7 +256,7 @@ fn machine_provider(
 }
 
 #[async_trait]
-impl CredentialSource<AwsCredential> for PlacedSource {
+impl CredentialSource<AwsCredential> for AwsSourceWithOrigin {
     fn origin(&self) -> String {
         self.origin.clone()
     }
@@ -320,7 +320,7 @@ fn fetch_keys<'a>(
 
 #[derive(Deserialize)]
 #[serde(rename_all = "PascalCase")]
-struct ProcessOutput {
+struct CredentialProcessOutput {
     version: u32,
     access_key_id: String,
     secret_access_key: String,
@@ -379,7 +379,7 @@ fn run_credential_process(command: &str) -> Result<ExpiringKeys, String> {
         .recv_timeout(left)
         .map_err(|_| failed(format!("its output did not end within {PROCESS_TIMEOUT:?}")))?
         .map_err(|error| failed(error.to_string()))?;
-    let keys: ProcessOutput = serde_json::from_str(&output)
+    let keys: CredentialProcessOutput = serde_json::from_str(&output)
         .map_err(|_| failed("its output is not the JSON of credentials".to_owned()))?;
     if keys.version != 1 {
         return Err(failed(format!("its output has version {}, expected 1", keys.version)));

@@ -46,18 +46,20 @@ pub fn register_credential_function(
 ///
 /// # Errors
 /// A name that is not registered in this process.
-pub(crate) fn find_credential_function(name: &str) -> Result<FunctionSource, CredentialError> {
+pub(crate) fn find_credential_function(
+    name: &str,
+) -> Result<CredentialFunctionSource, CredentialError> {
     let functions = CREDENTIAL_FUNCTIONS.load();
     let function = functions.get(name).cloned().ok_or_else(|| {
         CredentialError::new(FUNCTION_ORIGIN, "the option must be a Python function")
     })?;
-    Ok(FunctionSource { function })
+    Ok(CredentialFunctionSource { function })
 }
 
 const FUNCTION_ORIGIN: &str = "the function in the storage option credentials";
 
 /// A function as a source.
-pub(crate) struct FunctionSource {
+pub(crate) struct CredentialFunctionSource {
     function: CredentialFunction,
 }
 
@@ -68,7 +70,9 @@ trait FunctionCredential: Sized {
 }
 
 #[async_trait]
-impl<C: FunctionCredential + Send + Sync + 'static> CredentialSource<C> for FunctionSource {
+impl<C: FunctionCredential + Send + Sync + 'static> CredentialSource<C>
+    for CredentialFunctionSource
+{
     fn origin(&self) -> String {
         FUNCTION_ORIGIN.to_owned()
     }
@@ -129,7 +133,7 @@ impl FunctionCredential for AzureCredential {
             .filter_map(|name| Some((name, take_value(values, &[name])?)))
             .collect::<Vec<_>>();
         match found.as_slice() {
-            [("sas_token", text)] => Ok(Self::SASToken(parse_signature(text)?)),
+            [("sas_token", text)] => Ok(Self::SASToken(parse_sas_parameters(text)?)),
             [("account_key", key)] => AzureAccessKey::try_new(key)
                 .map(Self::AccessKey)
                 .map_err(|_| "the account_key is not in base64".to_owned()),
@@ -143,7 +147,7 @@ impl FunctionCredential for AzureCredential {
 ///
 /// # Errors
 /// Text that is no such signature.
-pub(super) fn parse_signature(text: &str) -> Result<Vec<(String, String)>, String> {
+pub(super) fn parse_sas_parameters(text: &str) -> Result<Vec<(String, String)>, String> {
     // Here a plus sign is itself, and not a space.
     let text = text.trim().trim_start_matches('?').replace('+', "%2B");
     let pairs = form_urlencoded::parse(text.as_bytes()).into_owned().collect::<Vec<_>>();

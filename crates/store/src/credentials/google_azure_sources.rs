@@ -13,7 +13,7 @@ use object_store::CredentialProvider;
 use object_store::azure::{AzureConfigKey, AzureCredential, MicrosoftAzureBuilder};
 use object_store::gcp::{GcpCredential, GoogleCloudStorageBuilder, GoogleConfigKey};
 
-use super::credential_functions::parse_signature;
+use super::credential_functions::parse_sas_parameters;
 use super::{
     CredentialError, CredentialSource, FUNCTION_OPTION, FetchedCredential, SourceEnvironment,
     find_credential_function, parse_expiry,
@@ -58,7 +58,7 @@ impl CredentialSource<AzureCredential> for ProviderSource<AzureCredential> {
         let refuse = |error| CredentialError::new(self.origin.clone(), error);
         let credential = self.provider.get_credential().await.map_err(refuse)?;
         if let AzureCredential::SASToken(pairs) = &*credential {
-            let expires = signature_expiry(pairs);
+            let expires = sas_expiry_time(pairs);
             let credential = AzureCredential::SASToken(pairs.clone());
             return Ok(FetchedCredential::Value { credential, expires });
         }
@@ -67,7 +67,7 @@ impl CredentialSource<AzureCredential> for ProviderSource<AzureCredential> {
 }
 
 /// Returns the expiry of a signature.
-fn signature_expiry(pairs: &[(String, String)]) -> Option<SystemTime> {
+fn sas_expiry_time(pairs: &[(String, String)]) -> Option<SystemTime> {
     let (_, text) = pairs.iter().find(|(name, _)| name == "se")?;
     parse_expiry(text).ok()
 }
@@ -203,7 +203,7 @@ pub(crate) fn choose_azure_source(
     let mut builder = MicrosoftAzureBuilder::new().with_url(root);
     for (key, value) in std::mem::take(&mut merged.settings) {
         if matches!(key, AzureConfigKey::SasKey) {
-            let checked = parse_signature(&value);
+            let checked = parse_sas_parameters(&value);
             checked.map_err(|reason| CredentialError::new(merged.origin.clone(), reason))?;
         }
         builder = builder.with_config(key, value);

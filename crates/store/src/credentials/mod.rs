@@ -214,7 +214,7 @@ impl<C: PartialEq + Send + Sync + 'static> RenewingCredentials<C> {
         let origin = state.source.origin();
         let renewal = async {
             if choose {
-                self.choose_again(state).await?;
+                self.choose_source_again(state).await?;
             }
             fetch_next(state).await
         };
@@ -251,7 +251,10 @@ impl<C: PartialEq + Send + Sync + 'static> RenewingCredentials<C> {
     }
 
     /// Chooses the source by the environment as it is now.
-    async fn choose_again(&self, state: &mut CredentialState<C>) -> Result<(), CredentialError> {
+    async fn choose_source_again(
+        &self,
+        state: &mut CredentialState<C>,
+    ) -> Result<(), CredentialError> {
         // Keys from options do not change with the environment.
         if state.source.is_fixed() {
             return Ok(());
@@ -324,14 +327,14 @@ impl<C: PartialEq + Send + Sync + 'static> CredentialProvider for RenewingCreden
 }
 
 /// A backend's credentials, for `Store::open`.
-pub(crate) trait EnvironmentCheck: Send + Sync {
+pub(crate) trait EnvironmentChangeObserver: Send + Sync {
     /// Has the next request choose the source of credentials again, if the environment has changed
     /// since the last choice.
-    fn notice_environment(&self);
+    fn notice_environment_change(&self);
 }
 
-impl<C: PartialEq + Send + Sync + 'static> EnvironmentCheck for RenewingCredentials<C> {
-    fn notice_environment(&self) {
+impl<C: PartialEq + Send + Sync + 'static> EnvironmentChangeObserver for RenewingCredentials<C> {
+    fn notice_environment_change(&self) {
         // A held lock means that a request is renewing the credential at this moment.
         let Ok(state) = self.state.try_lock() else { return };
         if !state.source.is_fixed() && state.environment != SourceEnvironment::read(self.prefixes) {
@@ -345,7 +348,7 @@ impl<C: PartialEq + Send + Sync + 'static> EnvironmentCheck for RenewingCredenti
 pub(crate) struct OpenedBackend {
     pub(crate) backend: Arc<dyn ObjectStore>,
     /// Missing for services with an identity of their own, such as HDFS.
-    pub(crate) credentials: Option<Arc<dyn EnvironmentCheck>>,
+    pub(crate) credentials: Option<Arc<dyn EnvironmentChangeObserver>>,
 }
 
 /// Reads a file of profiles or with a token, on each call.

@@ -50,7 +50,7 @@ impl TokenService {
                         return body;
                     }
                     let text = body.unwrap_or_default();
-                    let code = find_element(&String::from_utf8_lossy(&text), "Code");
+                    let code = find_xml_element(&String::from_utf8_lossy(&text), "Code");
                     let code = code.map(|code| format!(": {code}")).unwrap_or_default();
                     let failure = format!("{} answered {status}{code}", self.endpoint);
                     // A refusal is final: only a service that is busy or broken is asked again.
@@ -76,7 +76,7 @@ impl TokenService {
         more: &[(&str, &str)],
         base: Option<&AwsCredential>,
     ) -> Result<(AwsCredential, Option<SystemTime>), String> {
-        let form = Bytes::from(role_form(action, role, more));
+        let form = Bytes::from(role_request_body(action, role, more));
         // Signed for each attempt, because a signature is valid for a few minutes only.
         let make = || {
             let body = HttpRequestBody::from(form.clone());
@@ -91,7 +91,7 @@ impl TokenService {
         let answer = self.send(make).await?;
         let text = String::from_utf8_lossy(&answer);
         let element = |name: &str| {
-            find_element(&text, name)
+            find_xml_element(&text, name)
                 .ok_or_else(|| format!("the answer of {} has no {name}", self.endpoint))
         };
         let credential = AwsCredential {
@@ -155,7 +155,7 @@ impl TokenService {
 }
 
 /// Returns the body of a request for a role.
-fn role_form(action: &str, role: &AssumedRole, more: &[(&str, &str)]) -> String {
+fn role_request_body(action: &str, role: &AssumedRole, more: &[(&str, &str)]) -> String {
     let name = role.session_name.as_deref().unwrap_or("farandole");
     // STS has only this version, and requires the name of a session, also where the user gives
     // none.
@@ -201,7 +201,7 @@ fn add_header(request: &mut HttpRequest, name: &'static str, value: &str) -> Res
 }
 
 /// Returns the text of an element of XML without attributes.
-fn find_element(text: &str, name: &str) -> Option<String> {
+fn find_xml_element(text: &str, name: &str) -> Option<String> {
     let (_, rest) = text.split_once(&format!("<{name}>"))?;
     let (content, _) = rest.split_once(&format!("</{name}>"))?;
     Some(content.trim().to_owned())

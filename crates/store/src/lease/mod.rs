@@ -20,7 +20,7 @@
 //!                  delete our lease; wait until later leases are deleted
 //! mark_in_use:     create a use mark -> if there is a valid lease, delete our use mark
 //! downgrade_lease: create a use mark -> delete our lease
-//! clear_directory: mark the deletion -> delete the manifest -> other files -> the mark -> our lease
+//! delete_content_and_lease: mark the deletion -> delete the manifest -> other files -> the mark -> our lease
 //!                  -> the directory, if empty
 //! ```
 //!
@@ -45,7 +45,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 use crate::mark_names::{CLOCK_PREFIX, EMPTY_MARK_LIFETIME, LEASE_PREFIX, USE_PREFIX};
 use crate::prepared_files::{self, MANIFEST_FILE, PREPARATION_FILE};
-use crate::store::{DirectoryItem, FileReplacement, Store, is_content};
+use crate::store::{DirectoryItem, FileReplacement, Store, is_content_not_mark};
 
 /// Time for which the mark of a process is valid if the process cannot be observed.
 // Living processes renew their marks, so a week of silence means that the process was killed.
@@ -117,7 +117,7 @@ impl MarkHolder {
     /// Returns whether the kernel of this process would show the process. Each of the three facts
     /// is equal on different hosts somewhere: the name in clusters of equal images, the boot id in
     /// clones of a running machine, the namespace on all hosts without containers.
-    fn is_observable(&self) -> bool {
+    fn is_holder_process_visible(&self) -> bool {
         // Two values that are unknown are not the same.
         let is_same =
             |theirs: &Option<String>, ours: Option<String>| theirs.is_some() && *theirs == ours;
@@ -131,7 +131,7 @@ impl MarkHolder {
     fn is_alive(&self, written: f64, now: f64) -> bool {
         // A mark from the future is valid: another clock is ahead.
         let recent = || now - written <= self.lasts.unwrap_or(UNSEEN_HOLDER_LIFETIME.as_secs_f64());
-        if !self.is_observable() {
+        if !self.is_holder_process_visible() {
             return recent();
         }
         match (observe_process(self.pid), self.started) {
@@ -316,7 +316,11 @@ fn list_leases(store: &Store, now: SystemTime, job: Option<&str>) -> Result<Vec<
     leases
 }
 
-fn encode_holder(now: SystemTime, lasts: Option<Duration>, job: Option<&str>) -> Result<Bytes> {
+fn encode_mark_holder(
+    now: SystemTime,
+    lasts: Option<Duration>,
+    job: Option<&str>,
+) -> Result<Bytes> {
     let text = serde_json::to_vec(&MarkHolder {
         job: job.map(str::to_owned),
         ..MarkHolder::of_this_process(now, lasts)
@@ -339,17 +343,19 @@ pub fn acquire_lease(
     lasts: Option<Duration>,
     job: Option<&str>,
 ) -> Result<Option<String>> {
-    acquire_with_content(store, now, encode_holder(now, lasts, job)?, job)
+    acquire_lease_with_content(store, now, encode_mark_holder(now, lasts, job)?, job)
 }
 
 /// Acquires the directory in order to delete its content. On a full disk the lease is an empty
-/// file, which needs no block, and is valid for a minute; [`complete_lease`] completes it.
+/// file, which needs no block, and is valid for a minute; [`make_room_and_complete_lease`] completes it.
 ///
 /// # Errors
 /// Like [`acquire_lease`]. A disk may be so full that there is no room for an empty file.
 pub(crate) fn acquire_for_deletion(store: &Store, now: SystemTime) -> Result<Option<String>> {
     match acquire_lease(store, now, None, None) {
-        Err(error) if error.is_no_space() => acquire_with_content(store, now, Bytes::new(), None),
+        Err(error) if error.is_no_space() => {
+            acquire_lease_with_content(store, now, Bytes::new(), None)
+        }
         other => other,
     }
 }
@@ -359,16 +365,16 @@ pub(crate) fn acquire_for_deletion(store: &Store, now: SystemTime) -> Result<Opt
 ///
 /// # Errors
 /// A backend that does not answer, write or delete.
-pub(crate) fn complete_lease(store: &Store, lease: &str) -> Result<()> {
+pub(crate) fn make_room_and_complete_lease(store: &Store, lease: &str) -> Result<()> {
     if store.size(lease)? > 0 {
         return Ok(());
     }
     let holder = |text: &[u8]| {
-        text.is_empty().then(|| encode_holder(SystemTime::now(), None, None)).transpose()
+        text.is_empty().then(|| encode_mark_holder(SystemTime::now(), None, None)).transpose()
     };
     // First, so that no reader finds a manifest without its files.
     store.delete(MANIFEST_FILE)?;
-    for file in store.list("")?.into_iter().filter(|file| is_content(&file.path)) {
+    for file in store.list("")?.into_iter().filter(|file| is_content_not_mark(&file.path)) {
         match store.replace_existing(lease, holder) {
             Err(error) if error.is_no_space() => store.delete(&file.path)?,
             done => return done.map(drop),
@@ -377,7 +383,7 @@ pub(crate) fn complete_lease(store: &Store, lease: &str) -> Result<()> {
     Ok(())
 }
 
-fn acquire_with_content(
+fn acquire_lease_with_content(
     store: &Store,
     now: SystemTime,
     holder: Bytes,
@@ -389,7 +395,7 @@ fn acquire_with_content(
     }
     let name = unique_mark_name(LEASE_PREFIX, now);
     create_mark(store, &name, holder)?;
-    let acquired = settle_lease(store, &name, now, job, &found).inspect_err(|_| {
+    let acquired = win_or_withdraw_lease(store, &name, now, job, &found).inspect_err(|_| {
         // The first error is reported. A lease that stays is valid until this process ends.
         drop(store.delete(&name));
     })?;
@@ -408,7 +414,7 @@ fn create_mark(store: &Store, name: &str, holder: Bytes) -> Result<()> {
 /// Waits until our lease `name` is the only valid mark, and deletes the others. Returns false, and
 /// deletes our lease, if another process has the directory. The leases in `found` were there before
 /// ours.
-fn settle_lease(
+fn win_or_withdraw_lease(
     store: &Store,
     name: &str,
     now: SystemTime,
@@ -466,7 +472,7 @@ fn unique_mark_name(kind: &str, now: SystemTime) -> String {
 
 fn write_use_mark(store: &Store, now: SystemTime, lasts: Option<Duration>) -> Result<String> {
     let name = unique_mark_name(USE_PREFIX, now);
-    create_mark(store, &name, encode_holder(now, lasts, None)?)?;
+    create_mark(store, &name, encode_mark_holder(now, lasts, None)?)?;
     Ok(name)
 }
 
@@ -523,12 +529,12 @@ pub fn downgrade_lease(store: &Store, lease: &str, now: SystemTime) -> Result<St
 /// # Errors
 /// A directory that is a symbolic link, a lease that is gone, a backend that does not answer or
 /// does not delete. Some files may be deleted by then.
-pub fn clear_directory(store: &Store, lease: &str) -> Result<usize> {
-    store.check_no_link()?;
+pub fn delete_content_and_lease(store: &Store, lease: &str) -> Result<usize> {
+    store.check_not_symlink()?;
     check_lease(store, lease)?;
     // If this process is killed, the mark shows that the remaining files may be deleted.
-    prepared_files::mark_deletion(store)?;
-    let files = store.delete_content()?;
+    prepared_files::mark_deletion_in_progress(store)?;
+    let files = store.delete_content_except_marks()?;
     // After the content, so that the next sweep continues an interrupted deletion.
     store.delete(PREPARATION_FILE)?;
     store.delete(lease)?;
@@ -540,10 +546,10 @@ pub fn clear_directory(store: &Store, lease: &str) -> Result<usize> {
 /// sign of a preparation. Both stay; returns the number of deleted files.
 ///
 /// # Errors
-/// Like [`clear_directory`].
-pub fn empty_directory(store: &Store, lease: &str) -> Result<usize> {
+/// Like [`delete_content_and_lease`].
+pub fn delete_content_keep_lease(store: &Store, lease: &str) -> Result<usize> {
     check_lease(store, lease)?;
-    store.delete_content()
+    store.delete_content_except_marks()
 }
 
 /// Renews a mark of this process. Returns false if the mark is gone or belongs to another process.
@@ -558,7 +564,7 @@ pub fn renew_mark(store: &Store, mark: &str, now: SystemTime) -> Result<bool> {
             return Ok(None);
         }
         let lasts = found.lasts.map(Duration::from_secs_f64);
-        encode_holder(now, lasts, found.job.as_deref()).map(Some)
+        encode_mark_holder(now, lasts, found.job.as_deref()).map(Some)
     };
     match store.replace_existing(mark, renewed)? {
         FileReplacement::Replaced => Ok(true),

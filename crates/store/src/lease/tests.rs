@@ -61,11 +61,11 @@ fn a_reader_whose_clock_is_ahead_respects_a_writer() {
 #[test]
 fn a_creation_that_is_refused_because_its_first_attempt_succeeded_counts() {
     let (store, now) = (store("lost"), SystemTime::now());
-    let holder = encode_holder(now, None, None).unwrap();
+    let holder = encode_mark_holder(now, None, None).unwrap();
     // The answer of this attempt was lost, and the service refuses the second one.
     assert!(store.create_if_absent("_lease-9.json", holder.clone()).unwrap());
     create_mark(&store, "_lease-9.json", holder).unwrap();
-    assert!(settle_lease(&store, "_lease-9.json", now, None, &[]).unwrap());
+    assert!(win_or_withdraw_lease(&store, "_lease-9.json", now, None, &[]).unwrap());
 }
 
 #[test]
@@ -125,13 +125,13 @@ fn a_cleared_directory_keeps_what_another_process_has_there() {
     }
     let lease = acquire_lease(&store, now, None, None).unwrap().unwrap();
     let reader = write_use_mark(&store, now, None).unwrap();
-    assert_eq!(clear_directory(&store, &lease).unwrap(), 2, "the manifest is not counted");
+    assert_eq!(delete_content_and_lease(&store, &lease).unwrap(), 2, "the manifest is not counted");
     let left: Vec<String> =
         store.list_directory("").unwrap().into_iter().map(|item| item.name).collect();
     assert_eq!(left, [reader.as_str()]);
     store.delete(&reader).unwrap();
     let lease = acquire_lease(&store, now, None, None).unwrap().unwrap();
-    assert_eq!(clear_directory(&store, &lease).unwrap(), 0);
+    assert_eq!(delete_content_and_lease(&store, &lease).unwrap(), 0);
     assert!(!base.exists());
 }
 
@@ -151,7 +151,7 @@ fn whoever_lost_its_lease_neither_shares_nor_deletes_the_directory() {
         let before = store.list("").unwrap();
         for refused in [
             downgrade_lease(&store, &lost, now).map(drop),
-            clear_directory(&store, &lost).map(drop),
+            delete_content_and_lease(&store, &lost).map(drop),
         ] {
             let error = refused.unwrap_err().to_string();
             assert!(error.contains(&store.display_path("")), "the directory is named: {error}");
@@ -251,10 +251,10 @@ fn a_process_that_cannot_be_observed_is_not_dead() {
 #[test]
 fn an_empty_lease_is_completed_when_there_is_room() {
     let (store, now) = (store("empty"), SystemTime::now());
-    let name = acquire_with_content(&store, now, Bytes::new(), None).unwrap().unwrap();
+    let name = acquire_lease_with_content(&store, now, Bytes::new(), None).unwrap().unwrap();
     store.write(MANIFEST_FILE, Bytes::from_static(b"{}")).unwrap();
     store.write("part", Bytes::from_static(b"1")).unwrap();
-    complete_lease(&store, &name).unwrap();
+    make_room_and_complete_lease(&store, &name).unwrap();
     let holder: MarkHolder = serde_json::from_slice(&store.read(&name).unwrap()).unwrap();
     assert!(holder.is_this_process() && store.exists("part").unwrap());
     assert!(!store.exists(MANIFEST_FILE).unwrap(), "no reader finds one without its files");

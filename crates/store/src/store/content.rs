@@ -9,13 +9,13 @@ use object_store::path::Path;
 
 use super::Store;
 use crate::error::Result;
-use crate::local_tree::{self, ClearedDirectory};
+use crate::local_tree::{self, DirectoryBeingCleared};
 use crate::location::{StorageService, StoreLocation};
 use crate::mark_names::{is_mark, may_become_mark};
 use crate::prepared_files::{MANIFEST_FILE, PREPARATION_FILE};
 
 /// Returns whether a file of prepared data is deleted before the marks.
-pub(crate) fn is_content(path: &str) -> bool {
+pub(crate) fn is_content_not_mark(path: &str) -> bool {
     !is_mark(path) && path != PREPARATION_FILE
 }
 
@@ -27,10 +27,10 @@ impl Store {
     /// # Errors
     /// A directory that is itself a symbolic link; otherwise like [`Store::write`]. Some files may
     /// be deleted by then.
-    pub(crate) fn delete_content(&self) -> Result<usize> {
+    pub(crate) fn delete_content_except_marks(&self) -> Result<usize> {
         if let StoreLocation::Local(base) = &self.location {
             let failed = |source| self.local_error("delete", "", source);
-            let Some(directory) = ClearedDirectory::open(base).map_err(failed)? else {
+            let Some(directory) = DirectoryBeingCleared::open(base).map_err(failed)? else {
                 return Ok(0);
             };
             directory.remove_file(MANIFEST_FILE).map_err(failed)?;
@@ -38,15 +38,18 @@ impl Store {
                 if local_tree::is_staged_name(name) {
                     may_become_mark(name, || written)
                 } else {
-                    !is_content(name)
+                    !is_content_not_mark(name)
                 }
             };
             return directory.remove_content(keeps).map_err(failed);
         }
         self.delete(MANIFEST_FILE)?;
         let entries = self.list("")?;
-        let files: Vec<&str> =
-            entries.iter().map(|entry| &*entry.path).filter(|path| is_content(path)).collect();
+        let files: Vec<&str> = entries
+            .iter()
+            .map(|entry| &*entry.path)
+            .filter(|path| is_content_not_mark(path))
+            .collect();
         self.delete_files("", files.iter().copied())?;
         for item in self.list_directory("")?.into_iter().filter(|item| item.is_directory) {
             self.delete_all(&item.name)?;
@@ -59,9 +62,9 @@ impl Store {
     ///
     /// # Errors
     /// A link, or a file system that cannot be asked.
-    pub(crate) fn check_no_link(&self) -> Result<()> {
+    pub(crate) fn check_not_symlink(&self) -> Result<()> {
         let StoreLocation::Local(base) = &self.location else { return Ok(()) };
-        ClearedDirectory::open(base)
+        DirectoryBeingCleared::open(base)
             .map(drop)
             .map_err(|source| self.local_error("delete", "", source))
     }

@@ -9,7 +9,7 @@ use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt as _};
 use tokio::time::{Instant, sleep};
 
-use super::{Store, local_file, read_stable};
+use super::{Store, local_file_path, reread_if_replaced};
 use crate::error::Result;
 use crate::local_files;
 use crate::location::{StorageService, StoreLocation};
@@ -31,18 +31,21 @@ impl Store {
         let (source, target) = (self.object_path(from)?, self.object_path(to)?);
         match &self.location {
             StoreLocation::Local(base) => {
-                return local_files::copy_file(&local_file(base, from), &local_file(base, to))
-                    .map_err(|source| self.local_error("copy", from, source));
+                return local_files::copy_file(
+                    &local_file_path(base, from),
+                    &local_file_path(base, to),
+                )
+                .map_err(|source| self.local_error("copy", from, source));
             }
             StoreLocation::Remote { service: StorageService::S3, .. }
                 if self.size(from)? > MAX_S3_COPY_BYTES =>
             {
-                return read_stable(|| self.copy_by_parts(from, to));
+                return reread_if_replaced(|| self.copy_through_process(from, to));
             }
             StoreLocation::Memory { .. } | StoreLocation::Remote { .. } => {}
         }
         let operation = self.backend.begin_operation("copy", self.display_path(from));
-        self.ask_for_operation("copy", from, operation.as_ref(), async |backend| {
+        self.ask_within_operation("copy", from, operation.as_ref(), async |backend| {
             backend.copy(&source, &target).await?;
             match current_operation() {
                 Some(operation) => wait_for_copy(&operation, backend.as_ref(), &target).await,
@@ -52,7 +55,7 @@ impl Store {
     }
 
     /// Copies a file through this process, with a few parts of it in memory.
-    fn copy_by_parts(&self, from: &str, to: &str) -> Result<()> {
+    fn copy_through_process(&self, from: &str, to: &str) -> Result<()> {
         let file = self.open_file(from)?;
         let mut upload = self.start_upload(to)?;
         file.read_parts(|part| upload.write_piece(part))?;

@@ -8,7 +8,7 @@ use std::time::SystemTime;
 use futures::TryStreamExt as _;
 use object_store::{ObjectStore as _, ObjectStoreExt as _};
 
-use super::{DirectoryItem, FileEntry, Store, local_file};
+use super::{DirectoryItem, FileEntry, Store, local_file_path};
 use crate::error::{Error, Result};
 use crate::location::StoreLocation;
 use crate::{local_files, local_tree};
@@ -21,9 +21,9 @@ impl Store {
     pub fn stat(&self, path: &str) -> Result<DirectoryItem> {
         let at = self.object_path(path)?;
         if let StoreLocation::Local(base) = &self.location {
-            let found = match std::fs::metadata(local_file(base, path)) {
+            let found = match std::fs::metadata(local_file_path(base, path)) {
                 Ok(found) if found.is_dir() => return Ok(DirectoryItem::from_directory_path(&at)),
-                Ok(_) => local_files::file_metadata(&local_file(base, path)),
+                Ok(_) => local_files::file_metadata(&local_file_path(base, path)),
                 Err(error) => Err(error),
             };
             let found = found.map_err(|source| self.local_error("look up", path, source))?;
@@ -80,7 +80,7 @@ impl Store {
     pub fn list_with_links(&self, path: &str) -> Result<(Vec<FileEntry>, Vec<String>)> {
         let at = self.object_path(path)?;
         if let StoreLocation::Local(base) = &self.location {
-            let tree = local_tree::list_tree(&local_file(base, path))
+            let tree = local_tree::list_tree(&local_file_path(base, path))
                 .map_err(|source| self.local_error("list", path, source))?;
             let below = |inner: String| {
                 if path.is_empty() { inner } else { format!("{path}/{inner}") }

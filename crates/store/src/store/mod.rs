@@ -31,7 +31,7 @@ mod copying;
 mod listing;
 mod replacement;
 
-pub(crate) use content::is_content;
+pub(crate) use content::is_content_not_mark;
 pub(crate) use replacement::FileReplacement;
 
 /// Most attempts to read a file that other processes replace again and again.
@@ -41,7 +41,7 @@ const MAX_STABLE_READS: u32 = 5;
 ///
 /// # Errors
 /// The errors of `read`.
-pub fn read_stable<T>(mut read: impl FnMut() -> Result<T>) -> Result<T> {
+pub fn reread_if_replaced<T>(mut read: impl FnMut() -> Result<T>) -> Result<T> {
     for _ in 1..MAX_STABLE_READS {
         match read() {
             Err(Error::Replaced { .. }) => {}
@@ -53,7 +53,7 @@ pub fn read_stable<T>(mut read: impl FnMut() -> Result<T>) -> Result<T> {
 
 /// Returns the local path of a file of a store. A path with a slash at its end, as `join` makes it
 /// of an empty name, would follow a link and name no file.
-fn local_file(base: &std::path::Path, path: &str) -> PathBuf {
+fn local_file_path(base: &std::path::Path, path: &str) -> PathBuf {
     if path.is_empty() { base.to_owned() } else { base.join(path) }
 }
 
@@ -148,7 +148,7 @@ impl Store {
     pub fn open_child(&self, path: &str) -> Result<Self> {
         let prefix = self.object_path(path)?;
         let location = match &self.location {
-            StoreLocation::Local(base) => StoreLocation::Local(local_file(base, path)),
+            StoreLocation::Local(base) => StoreLocation::Local(local_file_path(base, path)),
             StoreLocation::Memory { name, .. } => {
                 StoreLocation::Memory { name: name.clone(), path: prefix.to_string() }
             }
@@ -238,11 +238,11 @@ impl Store {
         F: Future<Output = object_store::Result<T>>,
     {
         let operation = self.backend.begin_operation(action, self.display_path(path));
-        self.ask_for_operation(action, path, operation.as_ref(), question)
+        self.ask_within_operation(action, path, operation.as_ref(), question)
     }
 
     /// Like [`Store::ask_backend`], as a part of an operation.
-    fn ask_for_operation<T, F>(
+    fn ask_within_operation<T, F>(
         &self,
         action: &'static str,
         path: &str,
@@ -271,7 +271,7 @@ impl Store {
         let at = self.object_path(path)?;
         let whole = self.display_path(path);
         if let StoreLocation::Local(base) = &self.location {
-            let (file, bytes) = local_files::open_file(&local_file(base, path))
+            let (file, bytes) = local_files::open_file(&local_file_path(base, path))
                 .map_err(|source| self.local_error("read", path, source))?;
             return Ok(OpenedFile { source: FileSource::Local(file), bytes, path: whole });
         }
@@ -280,7 +280,7 @@ impl Store {
             matches!(self.location, StoreLocation::Remote { service: StorageService::Hdfs, .. });
         let operation = self.backend.begin_operation("read", whole.clone());
         let (meta, first) =
-            self.ask_for_operation("read", path, operation.as_ref(), async |backend| {
+            self.ask_within_operation("read", path, operation.as_ref(), async |backend| {
                 if only_size {
                     return Ok((backend.head(&at).await?, None));
                 }
@@ -304,7 +304,7 @@ impl Store {
     /// # Errors
     /// Like [`Store::open_file`].
     pub fn read(&self, path: &str) -> Result<Bytes> {
-        read_stable(|| {
+        reread_if_replaced(|| {
             let file = self.open_file(path)?;
             let mut buffer = vec![0; file.size()?];
             file.read_into(&mut buffer)?;
@@ -319,7 +319,7 @@ impl Store {
     pub fn read_ranges(&self, path: &str, ranges: &[Range<u64>]) -> Result<Vec<Bytes>> {
         let at = self.object_path(path)?;
         if let StoreLocation::Local(base) = &self.location {
-            return local_files::read_ranges(&local_file(base, path), ranges)
+            return local_files::read_ranges(&local_file_path(base, path), ranges)
                 .map_err(|source| self.local_error("read", path, source));
         }
         self.ask_backend("read", path, async |backend| {
@@ -334,7 +334,7 @@ impl Store {
     pub fn size(&self, path: &str) -> Result<u64> {
         let at = self.object_path(path)?;
         if let StoreLocation::Local(base) = &self.location {
-            return local_files::file_metadata(&local_file(base, path))
+            return local_files::file_metadata(&local_file_path(base, path))
                 .map(|found| found.len())
                 .map_err(|source| self.local_error("look up", path, source));
         }
@@ -361,7 +361,7 @@ impl Store {
     /// A backend that cannot be asked.
     pub fn exists(&self, path: &str) -> Result<bool> {
         if let StoreLocation::Local(base) = &self.location {
-            return local_tree::path_exists(&local_file(base, path))
+            return local_tree::path_exists(&local_file_path(base, path))
                 .map_err(|source| self.local_error("look up", path, source));
         }
         match self.size(path) {
@@ -385,7 +385,7 @@ impl Store {
     pub fn write(&self, path: &str, data: Bytes) -> Result<()> {
         let at = self.object_path(path)?;
         if let StoreLocation::Local(base) = &self.location {
-            return local_files::write_file(&local_file(base, path), &data)
+            return local_files::write_file(&local_file_path(base, path), &data)
                 .map_err(|source| self.local_error("write", path, source));
         }
         // The client of HDFS writes a file as a stream, which is repeated as a whole.
@@ -411,12 +411,12 @@ impl Store {
         let at = self.object_path(path)?;
         if let StoreLocation::Local(base) = &self.location {
             // The backend would use hard links, which some mounts do not support.
-            return local_files::create_file(&local_file(base, path), &data)
+            return local_files::create_file(&local_file_path(base, path), &data)
                 .map_err(|source| self.local_error("write", path, source));
         }
         let operation = self.backend.begin_operation("write", self.display_path(path));
         let created =
-            self.ask_for_operation("write", path, operation.as_ref(), async |backend| {
+            self.ask_within_operation("write", path, operation.as_ref(), async |backend| {
                 let put = backend.put_opts(&at, data.clone().into(), PutMode::Create.into());
                 match put.await {
                     Ok(_) => Ok(true),
@@ -467,9 +467,10 @@ impl Store {
     pub fn start_upload(&self, path: &str) -> Result<StoreUpload> {
         let at = self.object_path(path)?;
         let operation = self.backend.begin_operation("write", self.display_path(path));
-        let inner = self.ask_for_operation("write", path, operation.as_ref(), async |backend| {
-            backend.put_multipart(&at).await
-        })?;
+        let inner =
+            self.ask_within_operation("write", path, operation.as_ref(), async |backend| {
+                backend.put_multipart(&at).await
+            })?;
         Ok(StoreUpload::new(inner, self.clone(), path.to_owned(), operation))
     }
 
@@ -517,7 +518,7 @@ impl Store {
     /// Like [`Store::write`]. Some files may be deleted by then.
     pub fn delete_all(&self, path: &str) -> Result<usize> {
         if let StoreLocation::Local(base) = &self.location {
-            let directory = local_file(base, path);
+            let directory = local_file_path(base, path);
             let failed = |source| self.local_error("delete", path, source);
             let is_link = local_tree::is_link(&directory).map_err(failed)?;
             let files = if is_link { 0 } else { self.list_with_links(path)?.0.len() };
@@ -539,7 +540,7 @@ impl Store {
     /// A file system that cannot be asked.
     pub(crate) fn is_link(&self, path: &str) -> Result<bool> {
         let StoreLocation::Local(base) = &self.location else { return Ok(false) };
-        local_tree::is_link(&local_file(base, path))
+        local_tree::is_link(&local_file_path(base, path))
             .map_err(|source| self.local_error("look up", path, source))
     }
 

@@ -110,7 +110,7 @@ const TREE_OPERATIONS: [TreeOperation; 5] = [
         let child = store.open_child("d").unwrap();
         let now = SystemTime::now();
         let lease = crate::acquire_lease(&child, now, None, None).unwrap().unwrap();
-        assert!(crate::clear_directory(&child, &lease).unwrap() > 0);
+        assert!(crate::delete_content_and_lease(&child, &lease).unwrap() > 0);
     }),
 ];
 
@@ -209,7 +209,7 @@ fn a_prepared_directory_that_is_a_link_is_foreign_and_is_not_cleared() {
         }
         let lease = crate::acquire_lease(&linked, SystemTime::now(), None, None).unwrap().unwrap();
         let before = theirs.list("").unwrap();
-        let error = crate::clear_directory(&linked, &lease).unwrap_err();
+        let error = crate::delete_content_and_lease(&linked, &lease).unwrap_err();
         assert!(format!("{:?}", error_messages(&error)).contains("symbolic link"), "{error}");
         assert_eq!(theirs.list("").unwrap(), before);
         theirs.delete(&lease).unwrap();
@@ -244,7 +244,7 @@ fn a_directory_that_is_exchanged_for_a_link_during_its_deletion_is_not_left() {
                 }
             });
             // The directory that changes meanwhile may be an error.
-            drop(crate::clear_directory(&store, &lease));
+            drop(crate::delete_content_and_lease(&store, &lease));
             is_over.store(true, Ordering::Relaxed);
         });
         assert_eq!(std::fs::read_dir(&other).unwrap().count(), names.len(), "files outside went");

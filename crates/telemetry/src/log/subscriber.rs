@@ -60,7 +60,7 @@ pub(super) fn install_subscriber(level: LogLevel, hide_time: bool, keep: bool) {
 }
 
 /// Returns whether this process keeps its events.
-pub(super) fn keeps_events() -> bool {
+pub(super) fn are_events_queued() -> bool {
     KEEPING_PROCESS.load(Ordering::Relaxed) == process::id()
 }
 
@@ -103,7 +103,7 @@ impl Subscriber for LogSubscriber {
 
     fn event(&self, event: &tracing::Event<'_>) {
         let event = LogEvent::from_tracing(event);
-        if keeps_events() && EVENT_QUEUE.push(event.clone()) {
+        if are_events_queued() && EVENT_QUEUE.push(event.clone()) {
             return;
         }
         // In one piece. A closed reader is no reason to fail.

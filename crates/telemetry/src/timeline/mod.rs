@@ -146,7 +146,7 @@ impl Timeline {
     }
 
     /// Begins a span for an operation of a list, whose number is the same on all ranks.
-    pub fn begin_listed_span(&self, track: &TimelineTrack, name: &'static str, list: u64) {
+    pub fn begin_response_list_span(&self, track: &TimelineTrack, name: &'static str, list: u64) {
         self.record_event(|| TimelineEventKind::Begin(track.clone(), name, Some(list)));
     }
 

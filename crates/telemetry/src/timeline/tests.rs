@@ -149,7 +149,7 @@ fn phases_of_steps_have_a_track_and_the_file_says_whose_it_is() {
     timeline.enter_phase("step \"1\"");
     timeline.enter_phase("data");
     timeline.leave_phase();
-    timeline.begin_listed_span(&track(0, "steps"), "ALLREDUCE", 7);
+    timeline.begin_response_list_span(&track(0, "steps"), "ALLREDUCE", 7);
     timeline.stop_writing().unwrap();
     let records = read(&path);
     assert_eq!(records[0]["args"]["rank"], 3);
@@ -184,7 +184,7 @@ fn a_limit_keeps_what_came_last_in_two_valid_files_that_name_their_tracks() {
     assert!(!old(&path).exists());
     for list in 0..10_000 {
         let tensor = track(0, ["a", "b"][usize::try_from(list % 2).unwrap()]);
-        timeline.begin_listed_span(&tensor, "ALLREDUCE", list);
+        timeline.begin_response_list_span(&tensor, "ALLREDUCE", list);
         timeline.end_span(&tensor, None);
     }
     timeline.stop_writing().unwrap();

@@ -29,7 +29,7 @@ struct TrackState {
 }
 
 /// The content of the first record.
-struct TraceHeading {
+struct TraceHeaderRecord {
     name: String,
     rank: u32,
     host: String,
@@ -43,7 +43,7 @@ struct TraceHeading {
 pub(super) struct TraceWriter {
     file: TraceFile,
     text: String,
-    heading: TraceHeading,
+    heading: TraceHeaderRecord,
     start: Instant,
     /// Tracks that this file or the one before names, and those with open spans.
     track_states: HashMap<TimelineTrack, TrackState>,
@@ -60,8 +60,8 @@ impl TraceWriter {
         title: TimelineOwner<'_>,
         limit: Option<u64>,
     ) -> io::Result<Self> {
-        let (start, epoch) = read_clocks();
-        let heading = TraceHeading {
+        let (start, epoch) = read_both_clocks();
+        let heading = TraceHeaderRecord {
             name: title.name.to_owned(),
             rank: title.rank,
             host: title.host.to_owned(),
@@ -80,14 +80,14 @@ impl TraceWriter {
             // The name cannot be a tensor's of a process set, so both tracks may have it.
             phase_track: TimelineTrack { set: u32::MAX, tensor: PHASE_TRACK_NAME.into() },
         };
-        writer.write_heading(0);
+        writer.write_header_record(0);
         writer.flush_records()?;
         Ok(writer)
     }
 
     /// Writes the owner of the timeline, and the time from which on the file has all events.
-    fn write_heading(&mut self, since: u128) {
-        let TraceHeading { name, rank, host, size, generation, epoch } = &self.heading;
+    fn write_header_record(&mut self, since: u128) {
+        let TraceHeaderRecord { name, rank, host, size, generation, epoch } = &self.heading;
         let (mut quoted, mut on) = (String::new(), String::new());
         quote_json(name, &mut quoted);
         quote_json(host, &mut on);
@@ -182,7 +182,7 @@ impl TraceWriter {
         let place = self.track_state(track);
         place.depth -= 1;
         let pid = place.pid;
-        let args = produced.map_or_else(String::new, result_arguments);
+        let args = produced.map_or_else(String::new, format_result_arguments);
         self.push_record(&format!(r#"{{"ph":"E","ts":{ts},"pid":{pid}{args}}}"#));
     }
 
@@ -197,7 +197,7 @@ impl TraceWriter {
             }
         };
         if !named {
-            self.declare_track(track, pid);
+            self.write_track_names(track, pid);
         }
         let place = self.track_states.entry(track.clone()).or_insert(TrackState {
             pid,
@@ -208,7 +208,7 @@ impl TraceWriter {
         place
     }
 
-    fn declare_track(&mut self, track: &TimelineTrack, pid: u64) {
+    fn write_track_names(&mut self, track: &TimelineTrack, pid: u64) {
         let mut name = String::new();
         match track.set {
             0 | u32::MAX => quote_json(&track.tensor, &mut name),
@@ -257,7 +257,7 @@ impl TraceWriter {
         let page = self.file_number;
         self.file_number += 1;
         self.track_states.retain(|_, place| place.depth > 0 || place.file_number == page);
-        self.write_heading(since);
+        self.write_header_record(since);
         Ok(())
     }
 
@@ -267,7 +267,7 @@ impl TraceWriter {
 }
 
 /// Returns one moment by both clocks, the second in microseconds since the epoch.
-fn read_clocks() -> (Instant, u128) {
+fn read_both_clocks() -> (Instant, u128) {
     let read = || {
         let start = Instant::now();
         let epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_micros();
@@ -280,7 +280,7 @@ fn read_clocks() -> (Instant, u128) {
     (best.1, best.2)
 }
 
-fn result_arguments(produced: &ProducedTensor) -> String {
+fn format_result_arguments(produced: &ProducedTensor) -> String {
     let mut shape = String::new();
     quote_json(&format!("{:?}", produced.shape), &mut shape);
     format!(r#","args":{{"dtype":"{}","shape":{shape}}}"#, produced.dtype)

@@ -12,8 +12,8 @@ use farandole_door::{EngineTable, OperationCode, SubmissionOutcome, TensorReques
 use super::call_status::{XlaCallStatus, write_failure};
 use super::plan::{self, PlannedCollective, XlaCallPlan};
 use crate::collective_node::group_tensor_name;
-use crate::collective_run::{EMPTY_OUTPUT, wire_type};
-use crate::connection::{check_status, connected_table, query_placement, tensorflow_code};
+use crate::collective_run::{EMPTY_OUTPUT, engine_dtype_number};
+use crate::connection::{check_status, connected_engine_table, query_placement, tensorflow_code};
 use crate::context::{KernelFailure, TensorflowCode};
 use crate::output::EngineOutput;
 use crate::world;
@@ -39,7 +39,7 @@ pub(super) unsafe extern "C" fn run_custom_call(
         let text =
             std::str::from_utf8(text).map_err(|_| "the call's text is not UTF-8".to_owned())?;
         // SAFETY: XLA's addresses fit the program in which the text stands.
-        unsafe { execute_plan(&plan::parse_plan(text)?, outputs, inputs) }
+        unsafe { execute_plan(&plan::parse_call_plan(text)?, outputs, inputs) }
     }));
     if let Err(text) = ran.unwrap_or_else(|_| Err("the custom call panicked".to_owned())) {
         // SAFETY: of this call.
@@ -64,8 +64,8 @@ unsafe fn execute_plan(
                 1
             }
             XlaCallPlan::WorldQuery { question, process_set } => {
-                let number =
-                    world::answer_query(*question, *process_set).map_err(|failure| failure.text)?;
+                let number = world::answer_world_query(*question, *process_set)
+                    .map_err(|failure| failure.text)?;
                 (*outputs).cast::<i32>().write_unaligned(number);
                 1
             }
@@ -97,7 +97,7 @@ unsafe fn run_collective(
     outputs: Outputs,
     inputs: *const *const c_void,
 ) -> Result<(), String> {
-    let table = connected_table().map_err(|failure| failure.text)?;
+    let table = connected_engine_table().map_err(|failure| failure.text)?;
     if collective.ranks != 0 {
         // A compiled function has fixed shapes, and with other ranks the results would have other
         // ones.
@@ -123,7 +123,7 @@ unsafe fn run_collective(
         TensorRequest {
             name: name.as_ptr().cast(),
             name_length: name.len(),
-            dtype: wire_type(tensor.dtype),
+            dtype: engine_dtype_number(tensor.dtype),
             rank: u32::try_from(tensor.shape.len()).unwrap_or(u32::MAX),
             shape: tensor.shape.as_ptr(),
             input: if input.is_null() { EMPTY_OUTPUT.get() } else { input },

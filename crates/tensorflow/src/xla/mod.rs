@@ -29,7 +29,8 @@ static XLA_REGISTERED: OnceLock<Result<(), CString>> = OnceLock::new();
 #[unsafe(no_mangle)]
 extern "C" fn farandole_tensorflow_register_xla() -> *const c_char {
     let registered = XLA_REGISTERED.get_or_init(|| {
-        registry::register_target().map_err(|problem| CString::new(problem).unwrap_or_default())
+        registry::register_custom_call_target()
+            .map_err(|problem| CString::new(problem).unwrap_or_default())
     });
     registered.as_ref().map_or_else(|problem| problem.as_ptr(), |()| null())
 }

@@ -57,7 +57,7 @@ pub(super) struct PlannedTensor {
 ///
 /// # Errors
 /// A description of the error in the text.
-pub(super) fn parse_plan(text: &str) -> Result<XlaCallPlan, String> {
+pub(super) fn parse_call_plan(text: &str) -> Result<XlaCallPlan, String> {
     let mut parts = text.split(';');
     // The name may contain commas, so it is the rest of the head.
     let mut head = parts.next().unwrap_or_default().splitn(8, ',');
@@ -120,7 +120,7 @@ mod tests {
     #[test]
     fn a_text_says_what_is_done_with_which_tensors() {
         let plan =
-            parse_plan(&format!("0,1,{ONE},{},0,3,4,a,name;1:24:2,3;9:8:", 0.5f64.to_bits()))
+            parse_call_plan(&format!("0,1,{ONE},{},0,3,4,a,name;1:24:2,3;9:8:", 0.5f64.to_bits()))
                 .unwrap();
         let XlaCallPlan::Collective(operation, collective) = plan else { unreachable!("{plan:?}") };
         assert_eq!((operation, &*collective.name), (OperationCode::Allreduce, "a,name"));
@@ -137,9 +137,12 @@ mod tests {
 
     #[test]
     fn questions_need_no_tensors() {
-        let plan = parse_plan(&format!("101,0,{ONE},{ONE},0,7,0,")).unwrap();
+        let plan = parse_call_plan(&format!("101,0,{ONE},{ONE},0,7,0,")).unwrap();
         assert_eq!(plan, XlaCallPlan::WorldQuery { question: 1, process_set: 7 });
-        assert_eq!(parse_plan(&format!("200,0,{ONE},{ONE},0,0,0,")).unwrap(), XlaCallPlan::Probe);
+        assert_eq!(
+            parse_call_plan(&format!("200,0,{ONE},{ONE},0,0,0,")).unwrap(),
+            XlaCallPlan::Probe
+        );
     }
 
     #[test]
@@ -152,7 +155,7 @@ mod tests {
             "0,1,2,3,4,5,6,name;x:1:2",
             "77,1,2,3,4,5,6,name;1:4:1",
         ] {
-            assert_eq!(parse_plan(text).unwrap_err(), format!("no such call: {text}"));
+            assert_eq!(parse_call_plan(text).unwrap_err(), format!("no such call: {text}"));
         }
     }
 }

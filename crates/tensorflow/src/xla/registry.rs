@@ -32,7 +32,7 @@ const OPERATOR_DELETE_SYMBOL: &CStr = c"_ZdlPv";
 
 type Global = unsafe extern "C" fn() -> *mut c_void;
 type Register = unsafe extern "C" fn(*mut c_void, *const CppString, *mut c_void, *const CppString);
-type GetMessage = unsafe extern "C" fn(*const XlaCallStatus) -> CppOptionalStringView;
+type GetMessageFn = unsafe extern "C" fn(*const XlaCallStatus) -> CppOptionalStringView;
 type Delete = unsafe extern "C" fn(*mut c_void);
 
 /// `std::optional<std::string_view>` of libstdc++.
@@ -47,7 +47,7 @@ struct CppOptionalStringView {
 ///
 /// # Errors
 /// The reason: a part that this TensorFlow lacks, or lays out in another way.
-pub(super) fn register_target() -> Result<(), String> {
+pub(super) fn register_custom_call_target() -> Result<(), String> {
     let found = |name: &'static CStr| {
         find_symbol(name).ok_or_else(|| format!("this TensorFlow lacks {}", name.to_string_lossy()))
     };
@@ -62,7 +62,7 @@ pub(super) fn register_target() -> Result<(), String> {
         (
             std::mem::transmute::<*mut c_void, Global>(global),
             std::mem::transmute::<*mut c_void, Register>(register),
-            std::mem::transmute::<*mut c_void, GetMessage>(get_message),
+            std::mem::transmute::<*mut c_void, GetMessageFn>(get_message),
             std::mem::transmute::<*mut c_void, New>(new),
             std::mem::transmute::<*mut c_void, Delete>(delete),
         )
@@ -70,7 +70,7 @@ pub(super) fn register_target() -> Result<(), String> {
     // Before the check of the layout, because `write_failure` allocates with it.
     OPERATOR_NEW.get_or_init(|| new);
     // SAFETY: both are C++'s own.
-    unsafe { check_layout(get_message, delete) }?;
+    unsafe { check_status_layout(get_message, delete) }?;
     let (name, platform) = (CppString::from_static(c"farandole"), CppString::from_static(c"Host"));
     // SAFETY: the registry is a static object; it copies the texts and keeps the address of a
     // function that stays.
@@ -89,7 +89,7 @@ pub(super) fn register_target() -> Result<(), String> {
 ///
 /// # Safety
 /// The functions are what their types say.
-unsafe fn check_layout(get_message: GetMessage, delete: Delete) -> Result<(), String> {
+unsafe fn check_status_layout(get_message: GetMessageFn, delete: Delete) -> Result<(), String> {
     // A short text would lie inside of the status and not test the pointer.
     const SAMPLE_MESSAGE: &str = "longer than what fits into a short string";
     let wrong = || "this TensorFlow has another layout of a custom call's status".to_owned();

@@ -44,7 +44,7 @@ impl KeyExchangeHalf {
     }
 
     /// Returns the common secret; `None` if the other side's public key is invalid.
-    pub(crate) fn agree_secret(
+    pub(crate) fn compute_shared_secret(
         self,
         job: &[u8; 32],
         other: &[u8; PUBLIC_KEY_BYTES],

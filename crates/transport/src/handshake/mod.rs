@@ -247,7 +247,7 @@ pub(crate) fn read_version(bytes: &[u8]) -> Option<u16> {
 
 /// Returns the answer to a rank of another version. These bytes have the same meaning in all
 /// versions.
-pub(crate) fn encode_other_version() -> [u8; OPENING_BYTES] {
+pub(crate) fn encode_version_mismatch() -> [u8; OPENING_BYTES] {
     let mut bytes = [0; OPENING_BYTES];
     bytes[..8].copy_from_slice(&PROTOCOL_MAGIC);
     bytes[8..10].copy_from_slice(&PROTOCOL_VERSION.to_le_bytes());
@@ -347,7 +347,7 @@ impl HandshakeTranscript {
             hello.suite.fastest_common(CipherSuite::fastest_local())
         });
         let mut bytes = [0; CHALLENGE_BYTES];
-        bytes[..OPENING_BYTES].copy_from_slice(&encode_other_version());
+        bytes[..OPENING_BYTES].copy_from_slice(&encode_version_mismatch());
         bytes[10..OPENING_BYTES].copy_from_slice(&status.to_code());
         bytes[OPENING_BYTES] = suite.to_code();
         bytes[OPENING_BYTES + 2..CHALLENGE_PUBLIC_KEY_OFFSET].copy_from_slice(&random_nonce()?);
@@ -371,7 +371,8 @@ impl HandshakeTranscript {
         };
         // `None` for a key of small order. `derive_keys` then returns no keys, which ends the
         // handshake.
-        self.secret = other.first_chunk().and_then(|other| half.agree_secret(&self.key.0, other));
+        self.secret =
+            other.first_chunk().and_then(|other| half.compute_shared_secret(&self.key.0, other));
     }
 
     /// Returns the keys that seal the connection from now on; `None` if none were exchanged.

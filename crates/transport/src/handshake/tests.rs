@@ -61,7 +61,7 @@ fn a_hello_survives_encoding() {
     assert_eq!(HelloMessage::decode(&[7; HELLO_BYTES]), None);
     assert_eq!(HelloMessage::decode(b"farandol"), None);
     assert_eq!((read_version(b"farandol"), read_version(&[7; OPENING_BYTES])), (None, None));
-    assert_eq!(read_version(&encode_other_version()), Some(PROTOCOL_VERSION));
+    assert_eq!(read_version(&encode_version_mismatch()), Some(PROTOCOL_VERSION));
 }
 
 #[test]
@@ -108,7 +108,7 @@ fn keys_are_bound_to_what_was_said() {
     let secret = || {
         let (one, other) = (KeyExchangeHalf::new().unwrap(), KeyExchangeHalf::new().unwrap());
         let public = other.public;
-        one.agree_secret(&KEY.0, &public).unwrap()
+        one.compute_shared_secret(&KEY.0, &public).unwrap()
     };
     let secret = secret();
     let keys = |side, hello: &[u8]| {
@@ -163,7 +163,7 @@ fn a_segment_of_shared_memory_has_no_keys() {
 #[test]
 fn a_public_key_that_gives_nothing_away_is_no_key() {
     for public in [[0; PUBLIC_KEY_BYTES], std::array::from_fn(|at| u8::from(at == 0))] {
-        assert!(KeyExchangeHalf::new().unwrap().agree_secret(&KEY.0, &public).is_none());
+        assert!(KeyExchangeHalf::new().unwrap().compute_shared_secret(&KEY.0, &public).is_none());
     }
 }
 

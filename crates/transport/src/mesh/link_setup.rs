@@ -13,12 +13,12 @@ impl Mesh {
         capacity: usize,
         wait: &mut DialWait<'_>,
     ) -> Result<Link> {
-        let (theirs, arrival) = self.await_arrival((channel, 0), peer, wait)?;
+        let (theirs, arrival) = self.await_dialed_connection((channel, 0), peer, wait)?;
         let capacity = RingSegment::round_capacity(capacity);
         // Both ends must agree on the size of the ring, or a sender would wait for space that never
         // comes.
         if theirs != capacity as u64 {
-            return Err(capacity_mismatch(peer.rank, channel, theirs, capacity));
+            return Err(capacity_mismatch_error(peer.rank, channel, theirs, capacity));
         }
         match arrival {
             ArrivedConnection::SharedMemory { sender, receiver, bell } => Ok(Link {
@@ -35,7 +35,7 @@ impl Mesh {
             ArrivedConnection::Tcp { secured, streams } => {
                 let mut connections = vec![secured];
                 for stream in 1..streams {
-                    match self.await_arrival((channel, stream), peer, wait)? {
+                    match self.await_dialed_connection((channel, stream), peer, wait)? {
                         (_, ArrivedConnection::Tcp { secured, .. }) => connections.push(secured),
                         (_, ArrivedConnection::SharedMemory { .. }) => {
                             return Err(peer.loss_error_or("it mixed two kinds of links"));
@@ -49,7 +49,7 @@ impl Mesh {
 
     /// Waits for the peer to dial. The peer may not be watched yet, so a long wait probes whether
     /// it still listens.
-    pub(super) fn await_arrival(
+    pub(super) fn await_dialed_connection(
         &self,
         place: (u32, u16),
         peer: &Arc<PeerState>,
@@ -68,7 +68,7 @@ impl Mesh {
                 return Err(Error::Timeout { what: waited, elapsed: started.elapsed() });
             }
             wait.check_give_up()?;
-            match self.probe_peer(peer, deadline)? {
+            match self.probe_peer_listener(peer, deadline)? {
                 Some(true) => last_progress = Instant::now(),
                 Some(false) => {
                     return Err(peer.loss_error_or("it no longer listens at any of its addresses"));
@@ -81,7 +81,11 @@ impl Mesh {
         }
     }
 
-    pub(super) fn probe_peer(&self, peer: &PeerState, deadline: Instant) -> Result<Option<bool>> {
+    pub(super) fn probe_peer_listener(
+        &self,
+        peer: &PeerState,
+        deadline: Instant,
+    ) -> Result<Option<bool>> {
         let Some(their_addresses) = self.peer_addresses.get(peer.rank.index()) else {
             return Ok(None);
         };
@@ -113,7 +117,7 @@ impl Mesh {
         }
         if same_host
             && !their_addresses.unix_socket_name.is_empty()
-            && let Some(link) = self.dial_shared_memory(
+            && let Some(link) = self.dial_shared_memory_link(
                 peer,
                 &their_addresses.unix_socket_name,
                 channel,
@@ -158,7 +162,7 @@ impl Mesh {
         // The handshake needs a blocking socket, and the service thread must never wait for one
         // peer.
         rustix::io::ioctl_fionbio(&secured.socket, true).map_err(Error::from_call("ioctl"))?;
-        self.shared.inbox.queue_watch(PeerWatch::watch_remote(Arc::clone(peer), secured));
+        self.shared.inbox.queue_peer_watch(PeerWatch::watch_remote(Arc::clone(peer), secured));
         // Recorded only after success, so a later link tries again after a failed dial.
         self.heartbeat_channels.lock().insert(peer.rank);
         Ok(())
@@ -188,7 +192,7 @@ impl Mesh {
     /// Opens a link over shared memory. Returns `None` if that is impossible; the caller then uses
     /// TCP. After the peer may have accepted its end, TCP is no longer allowed, because the two
     /// ranks would hold different links.
-    pub(super) fn dial_shared_memory(
+    pub(super) fn dial_shared_memory_link(
         &self,
         peer: &Arc<PeerState>,
         name: &str,
@@ -271,7 +275,7 @@ impl Mesh {
         let mut own = vec![segment.as_fd()];
         own.extend(self.shared.parker.own_doorbell().shared_descriptors());
         own.extend(self.shared.pidfd.as_ref().map(AsFd::as_fd));
-        let socket = dial::connect_local(name, deadline)?;
+        let socket = dial::connect_unix_socket(name, deadline)?;
         let (socket, _, theirs) =
             dial::perform_handshake(&self.shared, &request, socket, &own, deadline)?;
         let mut theirs = theirs.into_iter();
@@ -283,7 +287,7 @@ impl Mesh {
             .map_err(|error| DialFailure::LocalError(peer.convert_shm_error(error)))?;
         let end = self.shared.process_end_descriptor(theirs.next(), socket, first);
         if first {
-            self.shared.inbox.queue_watch(PeerWatch::watch_local(
+            self.shared.inbox.queue_peer_watch(PeerWatch::watch_local(
                 Arc::clone(peer),
                 Arc::clone(&bell),
                 end,

@@ -47,13 +47,13 @@ pub(super) struct DialQueue {
 
 #[derive(Default)]
 struct DialQueueState {
-    slots: VecDeque<Arc<OnDemandSlot>>,
+    slots: VecDeque<Arc<OnDemandLinkEnd>>,
     /// Number of running dial threads.
     threads: usize,
 }
 
 impl DialQueue {
-    fn enqueue_slot(self: &Arc<Self>, slot: Arc<OnDemandSlot>) {
+    fn enqueue_link_to_dial(self: &Arc<Self>, slot: Arc<OnDemandLinkEnd>) {
         let mut waiting = self.waiting.lock();
         waiting.slots.push_back(slot);
         if waiting.threads == MAX_ON_DEMAND_DIALS {
@@ -62,7 +62,7 @@ impl DialQueue {
         let dials = Arc::clone(self);
         match thread::Builder::new()
             .name("farandole-dial".to_owned())
-            .spawn(move || dials.dial_queued_slots())
+            .spawn(move || dials.dial_queued_links())
         {
             Ok(_) => waiting.threads += 1,
             // The running threads dial this link, too.
@@ -72,7 +72,7 @@ impl DialQueue {
                 let slot = waiting.slots.pop_back();
                 drop(waiting);
                 if let Some(slot) = slot {
-                    slot.finish_dial(Err(Error::from_call("clone")(error)));
+                    slot.publish_dial_result(Err(Error::from_call("clone")(error)));
                 }
             }
         }
@@ -83,7 +83,7 @@ impl DialQueue {
         self.waiting.lock().threads
     }
 
-    fn dial_queued_slots(&self) {
+    fn dial_queued_links(&self) {
         loop {
             let mut waiting = self.waiting.lock();
             let Some(slot) = waiting.slots.pop_front() else {
@@ -96,7 +96,7 @@ impl DialQueue {
             // lock to enqueue.
             drop(waiting);
             let outcome = slot.dial_peer();
-            slot.finish_dial(outcome);
+            slot.publish_dial_result(outcome);
         }
     }
 }
@@ -111,7 +111,7 @@ pub(super) fn on_demand_link(
     routes: PeerRoutes,
     congestion: &str,
 ) -> Link {
-    let slot = Arc::new(OnDemandSlot {
+    let slot = Arc::new(OnDemandLinkEnd {
         shared: Arc::clone(shared),
         dial_queue: Arc::clone(dials),
         peer: Arc::clone(peer),
@@ -153,7 +153,7 @@ impl OnDemandState {
 }
 
 /// State of one end of a link, shared by its halves and the thread that dials.
-struct OnDemandSlot {
+struct OnDemandLinkEnd {
     shared: Arc<MeshState>,
     dial_queue: Arc<DialQueue>,
     peer: Arc<PeerState>,
@@ -165,14 +165,14 @@ struct OnDemandSlot {
     state: Mutex<OnDemandState>,
 }
 
-impl OnDemandSlot {
+impl OnDemandLinkEnd {
     fn is_dialer(&self) -> bool {
         self.shared.rank > self.peer.rank
     }
 
     /// Requests the link if that has not happened yet, and takes connections that have arrived.
     /// Returns whether the link is open.
-    fn poll_open(self: &Arc<Self>) -> Result<bool> {
+    fn request_and_poll_open(self: &Arc<Self>) -> Result<bool> {
         self.shared.guard.check_not_forked()?;
         let mut state = self.state.lock();
         let is_new = matches!(*state, OnDemandState::Idle);
@@ -182,11 +182,11 @@ impl OnDemandSlot {
             OnDemandState::Idle | OnDemandState::Requested => *state = OnDemandState::Requested,
         }
         if self.is_dialer() {
-            // The dial thread takes this lock in `finish_dial`, so it must be free before the slot
+            // The dial thread takes this lock in `publish_dial_result`, so it must be free before the slot
             // is queued.
             drop(state);
             if is_new {
-                self.dial_queue.enqueue_slot(Arc::clone(self));
+                self.dial_queue.enqueue_link_to_dial(Arc::clone(self));
             }
             return Ok(false);
         }
@@ -213,7 +213,12 @@ impl OnDemandSlot {
         (capacity, connections): (u64, Vec<SecuredConnection>),
     ) -> Result<Link> {
         if capacity != self.capacity as u64 {
-            return Err(capacity_mismatch(self.peer.rank, self.channel, capacity, self.capacity));
+            return Err(capacity_mismatch_error(
+                self.peer.rank,
+                self.channel,
+                capacity,
+                self.capacity,
+            ));
         }
         self.open_tcp_link(connections)
     }
@@ -257,13 +262,13 @@ impl OnDemandSlot {
     }
 
     /// Publishes the result of a dial, and wakes parked threads.
-    fn finish_dial(&self, opened: Result<Link>) {
+    fn publish_dial_result(&self, opened: Result<Link>) {
         *self.state.lock() = OnDemandState::from_result(opened);
         self.shared.wake_parked_threads();
     }
 }
 
-impl Drop for OnDemandSlot {
+impl Drop for OnDemandLinkEnd {
     fn drop(&mut self) {
         // Both halves are dropped, so connections that arrived for them are closed.
         if self.shared.guard.is_original_process()
@@ -276,7 +281,7 @@ impl Drop for OnDemandSlot {
 }
 
 struct OnDemandSender {
-    slot: Arc<OnDemandSlot>,
+    slot: Arc<OnDemandLinkEnd>,
     open: Option<Box<dyn LinkSender>>,
 }
 
@@ -284,7 +289,7 @@ impl OnDemandSender {
     /// Returns the half of the open link, or `None` while the link is not open.
     fn open_half(&mut self) -> Result<Option<&mut (dyn LinkSender + 'static)>> {
         if self.open.is_none()
-            && self.slot.poll_open()?
+            && self.slot.request_and_poll_open()?
             && let OnDemandState::Open { sender, .. } = &mut *self.slot.state.lock()
         {
             self.open = sender.take();
@@ -331,7 +336,7 @@ impl LinkSender for OnDemandSender {
 }
 
 struct OnDemandReceiver {
-    slot: Arc<OnDemandSlot>,
+    slot: Arc<OnDemandLinkEnd>,
     open: Option<Box<dyn LinkReceiver>>,
 }
 
@@ -339,7 +344,7 @@ impl OnDemandReceiver {
     /// Returns the half of the open link, or `None` while the link is not open.
     fn open_half(&mut self) -> Result<Option<&mut (dyn LinkReceiver + 'static)>> {
         if self.open.is_none()
-            && self.slot.poll_open()?
+            && self.slot.request_and_poll_open()?
             && let OnDemandState::Open { receiver, .. } = &mut *self.slot.state.lock()
         {
             self.open = receiver.take();
@@ -379,7 +384,7 @@ fn check_empty_window(bytes: usize, rank: Rank) -> Result<()> {
 
 /// Returns the error for a link whose ends have different capacities.
 /// Returns the error of a link whose ends ask for rings of different sizes.
-pub(super) fn capacity_mismatch(rank: Rank, channel: u32, theirs: u64, own: usize) -> Error {
+pub(super) fn capacity_mismatch_error(rank: Rank, channel: u32, theirs: u64, own: usize) -> Error {
     let reason =
         format!("rank {rank} opened channel {channel} with {theirs} bytes a ring, here: {own}");
     Error::Handshake { reason }

@@ -18,7 +18,7 @@ use crate::handshake::{
 };
 use crate::heartbeat_channel::{ControlMessage, HeartbeatChannel, ReceiveOutcome};
 use crate::record::CipherSuite;
-use crate::{MemoryRendezvous, RendezvousPoint, into_frame_halves};
+use crate::{MemoryRendezvous, RendezvousParticipant, into_frame_halves};
 
 const KEY: [u8; 32] = [7; 32];
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -140,7 +140,7 @@ struct Misled(MemoryRendezvous, SocketAddr);
 impl Rendezvous for Misled {
     fn exchange_addresses(
         &self,
-        point: RendezvousPoint,
+        point: RendezvousParticipant,
         addresses: &[u8],
         deadline: Instant,
     ) -> Result<Vec<Vec<u8>>> {
@@ -274,7 +274,9 @@ fn watched(shared: &MeshState, rank: usize) -> HeartbeatChannel {
     let (there, here) = UnixStream::pair().unwrap();
     let (dialer, acceptor) = both_keys();
     let secured = SecuredConnection { socket: here.into(), keys: Box::new(acceptor) };
-    shared.inbox.queue_watch(PeerWatch::watch_remote(Arc::clone(&shared.peers[rank]), secured));
+    shared
+        .inbox
+        .queue_peer_watch(PeerWatch::watch_remote(Arc::clone(&shared.peers[rank]), secured));
     HeartbeatChannel::new(SecuredConnection { socket: there.into(), keys: Box::new(dialer) })
 }
 

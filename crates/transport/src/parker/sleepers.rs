@@ -12,7 +12,7 @@
 use crate::sync::{AtomicBool, AtomicU32, Ordering, fence};
 
 /// The system calls of one sleeping place.
-pub(super) trait WakeChannel {
+pub(super) trait ParkerSystemCalls {
     /// Result of a wait.
     type Outcome;
     /// Error of a wait.
@@ -43,7 +43,10 @@ pub(super) struct ParkedThreads {
 
 impl ParkedThreads {
     /// Sleeps, unless there was a ring or a `cancel_park` since the preparation.
-    pub(super) fn park_thread<P: WakeChannel>(&self, place: &P) -> Result<P::Outcome, P::Error> {
+    pub(super) fn park_thread<P: ParkerSystemCalls>(
+        &self,
+        place: &P,
+    ) -> Result<P::Outcome, P::Error> {
         self.count.fetch_add(1, Ordering::SeqCst);
         // The count is raised before the flag is read, because `wake_all` reads the flag before the
         // count.
@@ -70,7 +73,7 @@ impl ParkedThreads {
     }
 
     /// Wakes all threads that sleep or have prepared to.
-    pub(super) fn wake_all(&self, place: &impl WakeChannel) {
+    pub(super) fn wake_all(&self, place: &impl ParkerSystemCalls) {
         // Pairs with the fence in `mark_parked`: either the sleeper sees the caller's news, or this
         // thread sees the flag.
         fence(Ordering::SeqCst);
@@ -124,7 +127,7 @@ mod tests {
         }
     }
 
-    impl WakeChannel for ModelDoorbell {
+    impl ParkerSystemCalls for ModelDoorbell {
         type Outcome = ();
         type Error = Infallible;
 

@@ -71,7 +71,7 @@ impl RecordHeader {
 
     /// Returns the kind and the length of the record that the header announces; `None` for a header
     /// that no sender writes. The values are unauthenticated until the record was opened.
-    pub(crate) fn announced_record(self) -> Option<(RecordKind, usize)> {
+    pub(crate) fn announced_kind_and_length(self) -> Option<(RecordKind, usize)> {
         let (length, rest) = self.0.split_first_chunk::<4>()?;
         let length = usize::try_from(u32::from_le_bytes(*length)).ok()?;
         let [kind, rest @ ..] = rest else { return None };
@@ -118,7 +118,7 @@ impl RecordSeal {
     ) -> Option<(RecordHeader, [u8; RECORD_TAG_BYTES])> {
         let header = RecordHeader::new(kind, payload.len())
             // The receiver treats such a record as tampered, so the sender must not produce it.
-            .filter(|header| header.announced_record().is_some())?;
+            .filter(|header| header.announced_kind_and_length().is_some())?;
         // A number must never repeat: with a repeated nonce, AES-GCM reveals its authentication
         // key.
         let next = self.record.checked_add(1)?;

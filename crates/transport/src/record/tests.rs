@@ -48,7 +48,7 @@ fn opened(seal: &mut RecordSeal, record: &Record) -> Result<Vec<u8>, TamperedRec
 
 #[test]
 fn headers_that_no_sender_writes_promise_nothing() {
-    let header = |length: usize, kind: u8| header(length, kind).announced_record();
+    let header = |length: usize, kind: u8| header(length, kind).announced_kind_and_length();
     assert_eq!(header(MAX_RECORD_PAYLOAD, 1), Some((RecordKind::Bytes, MAX_RECORD_PAYLOAD)));
     assert_eq!(
         [header(0, 2), header(CONTROL_PAYLOAD_BYTES, 3)],
@@ -69,7 +69,7 @@ fn headers_that_no_sender_writes_promise_nothing() {
     assert!(never.into_iter().all(|(length, kind)| header(length, kind).is_none()));
     let mut more = super::RecordHeader::new(RecordKind::Bytes, 5).unwrap();
     more.0[9] = 1;
-    assert_eq!(more.announced_record(), None);
+    assert_eq!(more.announced_kind_and_length(), None);
     let mut long = vec![0; MAX_RECORD_PAYLOAD + 1];
     assert!(
         seal(CipherSuite::fastest_local(), 1).seal_payload(RecordKind::Bytes, &mut long).is_none()
@@ -173,7 +173,7 @@ proptest! {
         let (mut sender, mut receiver) = (seal(suite, 5), seal(suite, 5));
         for payload in payloads {
             let record = sealed(&mut sender, RecordKind::Bytes, &payload);
-            prop_assert_eq!(record.header.announced_record(), Some((RecordKind::Bytes, payload.len())));
+            prop_assert_eq!(record.header.announced_kind_and_length(), Some((RecordKind::Bytes, payload.len())));
             prop_assert_eq!(opened(&mut receiver, &record), Ok(payload));
         }
         prop_assert!(opened(&mut receiver, &sealed(&mut sender, RecordKind::End, &[])).is_ok());

@@ -76,7 +76,7 @@ impl Drop for TcpLinkState {
         // Closing a socket with unread bytes sends a reset; the peer would then see a failure
         // instead of an orderly end.
         self.sockets.retain(|socket| {
-            TcpInfoSnapshot::query_socket(socket).is_ok_and(|sight| !sight.end_confirmed)
+            TcpInfoSnapshot::query_tcp_info(socket).is_ok_and(|sight| !sight.end_confirmed)
         });
         if self.guard.is_original_process()
             && self.peer.loss_error().is_none()
@@ -316,7 +316,7 @@ impl Drop for TcpSender {
                 // The end record says that all bytes were sent, so a link that dropped bytes must
                 // not send it.
                 if all {
-                    sending.send_end(socket);
+                    sending.send_end_record(socket);
                 }
                 let _ = shutdown(socket, Shutdown::Write);
             }
@@ -358,12 +358,12 @@ impl TcpReceiver {
             let mut seen = false;
             receiving.begin_poll();
             while self.ended[number].is_none() && self.broken.is_none() {
-                let (extent, block) = self.stripes.next_room(number, end);
+                let (extent, block) = self.stripes.next_extent_and_room(number, end);
                 // A block that begins behind the window has no space at all.
                 let space = window
                     .get_mut(window_offset(base, extent.start)..window_offset(base, extent.end));
                 let space = space.unwrap_or_default();
-                match receiving.receive_step(socket, space, window_offset(0, block), seen) {
+                match receiving.receive_record_step(socket, space, window_offset(0, block), seen) {
                     ReceiveStep::Placed(bytes) => {
                         self.stripes.advance_cursor(number, bytes as u64);
                         seen = true;

@@ -38,7 +38,7 @@ impl TcpInfoSnapshot {
     ///
     /// # Errors
     /// The kernel's error for a socket that is not TCP.
-    pub(crate) fn query_socket(socket: impl AsFd) -> Result<Self, Errno> {
+    pub(crate) fn query_tcp_info(socket: impl AsFd) -> Result<Self, Errno> {
         // Zeroed, because an older kernel writes a shorter struct.
         let mut info = std::mem::MaybeUninit::<libc::tcp_info>::zeroed();
         let mut length = libc::socklen_t::try_from(size_of::<libc::tcp_info>()).unwrap_or(0);
@@ -191,7 +191,7 @@ mod tests {
         loop {
             std::thread::sleep(TICK);
             let lived = std::mem::replace(&mut last, Instant::now()).elapsed();
-            if silence.update_silence(lived, TcpInfoSnapshot::query_socket(socket).unwrap())
+            if silence.update_silence(lived, TcpInfoSnapshot::query_tcp_info(socket).unwrap())
                 >= limit
             {
                 return started.elapsed();
@@ -199,7 +199,7 @@ mod tests {
             assert!(
                 started.elapsed() < 20 * limit,
                 "heard {:?}",
-                TcpInfoSnapshot::query_socket(socket)
+                TcpInfoSnapshot::query_tcp_info(socket)
             );
         }
     }
@@ -231,7 +231,7 @@ mod tests {
         deafen(&other);
         let mut silence = PathSilence::default();
         assert_eq!(
-            silence.update_silence(TICK, TcpInfoSnapshot::query_socket(&one).unwrap()),
+            silence.update_silence(TICK, TcpInfoSnapshot::query_tcp_info(&one).unwrap()),
             Duration::ZERO
         );
     }
@@ -248,7 +248,7 @@ mod tests {
         while started.elapsed() < Duration::from_secs(2) {
             std::thread::sleep(TICK);
             let lived = std::mem::replace(&mut last, Instant::now()).elapsed();
-            let sight = TcpInfoSnapshot::query_socket(&one).unwrap();
+            let sight = TcpInfoSnapshot::query_tcp_info(&one).unwrap();
             unanswered = unanswered.max(sight.unanswered_probes);
             let silent = silence.update_silence(lived, sight);
             assert!(silent < Duration::from_millis(300), "{silent:?}: {sight:?}");
@@ -260,7 +260,7 @@ mod tests {
     #[test]
     fn an_end_counts_when_the_other_side_has_confirmed_it() {
         let (one, other) = pair();
-        let done = || TcpInfoSnapshot::query_socket(&one).unwrap().end_confirmed;
+        let done = || TcpInfoSnapshot::query_tcp_info(&one).unwrap().end_confirmed;
         assert!(!done());
         deafen(&other);
         one.shutdown(std::net::Shutdown::Write).unwrap();
@@ -268,7 +268,7 @@ mod tests {
         let (one, _other) = pair();
         one.shutdown(std::net::Shutdown::Write).unwrap();
         let limit = Instant::now() + Duration::from_secs(10);
-        while !TcpInfoSnapshot::query_socket(&one).unwrap().end_confirmed {
+        while !TcpInfoSnapshot::query_tcp_info(&one).unwrap().end_confirmed {
             assert!(Instant::now() < limit);
         }
     }

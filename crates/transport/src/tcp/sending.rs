@@ -71,7 +71,7 @@ impl RecordSender {
     }
 
     /// Sends the end record, if no record is partly sent and the socket has space.
-    pub(super) fn send_end(&mut self, socket: &OwnedFd) {
+    pub(super) fn send_end_record(&mut self, socket: &OwnedFd) {
         // An end record in the middle of another record would look like a change on the way.
         if self.record.is_none()
             && let Some((header, tag)) = self.seal.seal_payload(RecordKind::End, &mut [])

@@ -61,13 +61,13 @@ impl StripeCursors {
 
     /// Returns the next bytes of a connection before `end`; `None` if there are none.
     pub(super) fn next_extent(&self, connection: usize, end: u64) -> Option<Range<u64>> {
-        let (extent, _) = self.next_room(connection, end);
+        let (extent, _) = self.next_extent_and_room(connection, end);
         (!extent.is_empty()).then_some(extent)
     }
 
     /// Returns the next bytes that a connection may move before `end`, which may be none, and the
     /// number of bytes up to the end of its block.
-    pub(super) fn next_room(&self, connection: usize, end: u64) -> (Range<u64>, u64) {
+    pub(super) fn next_extent_and_room(&self, connection: usize, end: u64) -> (Range<u64>, u64) {
         let start = self.cursors.get(connection).copied().unwrap_or(end);
         let stop = (start / self.block).saturating_add(1).saturating_mul(self.block);
         (start..stop.min(end).max(start), stop - start)

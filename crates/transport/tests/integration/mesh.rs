@@ -16,7 +16,7 @@ use farandole_transport::contract::{
 };
 use farandole_transport::{
     Error, Link, LinkKind, MemoryRendezvous, Mesh, MeshOptions, NumberedInterfaceAddress, Parker,
-    Rendezvous, RendezvousPoint, Result, WakeReason, into_frame_halves,
+    Rendezvous, RendezvousParticipant, Result, WakeReason, into_frame_halves,
 };
 use farandole_world::{Generation, HostHash, Rank};
 
@@ -624,7 +624,7 @@ struct Also(MemoryRendezvous, String);
 impl Rendezvous for Also {
     fn exchange_addresses(
         &self,
-        point: RendezvousPoint,
+        point: RendezvousParticipant,
         addresses: &[u8],
         deadline: Instant,
     ) -> Result<Vec<Vec<u8>>> {

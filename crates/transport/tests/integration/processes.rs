@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use farandole_transport::contract::{self, TEST_WAIT_LIMIT};
 use farandole_transport::{
     Error, FrameReceiver, FrameSender, Link, LinkKind, MemoryRendezvous, Mesh, MeshOptions, Parker,
-    Rendezvous, RendezvousPoint, Result, into_frame_halves,
+    Rendezvous, RendezvousParticipant, Result, into_frame_halves,
 };
 use farandole_world::{HostHash, Rank};
 use rustix::process::{
@@ -52,7 +52,7 @@ struct Streams;
 impl Rendezvous for Streams {
     fn exchange_addresses(
         &self,
-        point: RendezvousPoint,
+        point: RendezvousParticipant,
         addresses: &[u8],
         _deadline: Instant,
     ) -> Result<Vec<Vec<u8>>> {

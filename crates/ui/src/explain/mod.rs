@@ -71,7 +71,7 @@ impl RankStepTimes {
 
     /// Returns the seconds in which the rank does not wait; `None` if it does not measure its
     /// waits.
-    fn own_seconds(&self) -> Option<f64> {
+    fn own_work_seconds(&self) -> Option<f64> {
         Some(self.step - self.data? - self.reduce?)
     }
 }
@@ -115,7 +115,7 @@ pub(crate) fn explain_record(record: &Map<String, Value>, files: &RunFiles) -> R
 
 /// Returns whether the run is one of a function or a script, not of an estimator: its steps are not
 /// measured.
-fn is_plain_run(record: &Map<String, Value>) -> bool {
+fn is_not_estimator_run(record: &Map<String, Value>) -> bool {
     matches!(record.get("what").and_then(Value::as_str), Some("run" | "run_elastic"))
 }
 
@@ -131,8 +131,8 @@ fn explain_failure(record: &Map<String, Value>, files: &RunFiles) -> RunExplanat
             || "no event was recorded before the failure".to_owned(),
             |what| format!("the last event was: {}", first(what)),
         ),
-        next: if is_plain_run(record) {
-            output_hint(reason, files)
+        next: if is_not_estimator_run(record) {
+            rank_output_hint(reason, files)
         } else {
             "fit with the same run_id continues from the last checkpoint; on_failure=\"restart\" \
              does so by itself"
@@ -142,7 +142,7 @@ fn explain_failure(record: &Map<String, Value>, files: &RunFiles) -> RunExplanat
 }
 
 /// Returns a hint to the output of the rank of a failure.
-fn output_hint(reason: &str, files: &RunFiles) -> String {
+fn rank_output_hint(reason: &str, files: &RunFiles) -> String {
     // Reasons begin with the rank: `rank 1 on a failed: ..`.
     let rank =
         reason.strip_prefix("rank ").and_then(|rest| rest.split(' ').next()?.parse::<u64>().ok());
@@ -167,7 +167,7 @@ fn output_hint(reason: &str, files: &RunFiles) -> String {
 }
 
 fn explain_unmeasured(record: &Map<String, Value>) -> RunExplanation {
-    if is_plain_run(record) {
+    if is_not_estimator_run(record) {
         return RunExplanation {
             verdict: "unknown: only fits of estimators measure the time of their steps".to_owned(),
             why: "this is a run of a function or a script".to_owned(),
@@ -186,7 +186,7 @@ fn explain_unmeasured(record: &Map<String, Value>) -> RunExplanation {
 
 /// Returns a rank whose own work takes far longer than the median.
 fn explain_straggler(ranks: &[RankStepTimes]) -> Option<RunExplanation> {
-    let (slow, own, usual) = slowest_rank(ranks, RankStepTimes::own_seconds)?;
+    let (slow, own, usual) = slowest_rank(ranks, RankStepTimes::own_work_seconds)?;
     let times = own / usual;
     (usual > 0.0 && times > STRAGGLER_RATIO).then(|| RunExplanation {
         verdict: format!(

@@ -102,7 +102,7 @@ impl HostClocks {
 
     /// Returns the first correction and its largest error, in microseconds; `None` if nothing was
     /// measured.
-    pub(super) fn first_shift(&self, rank: u32) -> Option<(f64, f64)> {
+    pub(super) fn first_clock_correction(&self, rank: u32) -> Option<(f64, f64)> {
         if self.host_of.get(&rank)? == &self.reference {
             return Some((0.0, 0.0));
         }

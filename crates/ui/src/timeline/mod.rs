@@ -47,7 +47,7 @@ use crate::error::{Result, timeline_error};
 /// read or written.
 pub fn merge_timeline_files(inputs: &[PathBuf], output: &Path) -> Result<TimelineSummary> {
     let mut traces = Vec::new();
-    for path in timeline_files(inputs)? {
+    for path in find_timeline_files(inputs)? {
         traces.push(RankTrace::open(&path)?);
     }
     merge_traces(traces, output, BrokenTracePolicy::Fail)
@@ -121,7 +121,7 @@ fn read_operations(
     }
 }
 
-fn timeline_files(inputs: &[PathBuf]) -> Result<Vec<PathBuf>> {
+fn find_timeline_files(inputs: &[PathBuf]) -> Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     for input in inputs {
         if input.is_dir() {

@@ -68,7 +68,7 @@ impl TimelinePieces {
         let Some(end) = piece.iter().position(|byte| *byte == b'\n') else { return Ok(()) };
         let (head, bytes) = (&piece[..end], &piece[end + 1..]);
         let Ok(PieceHeader { offset, size }) = serde_json::from_slice(head) else { return Ok(()) };
-        let path = self.task_path(task);
+        let path = self.task_timeline_path(task);
         let failed = |error: std::io::Error| timeline_error(&path, error.to_string());
         if offset == 0 {
             let file = File::create(&path).map_err(failed)?;
@@ -100,7 +100,7 @@ impl TimelinePieces {
         let (mut traces, mut cut) = (Vec::new(), Vec::new());
         let mut failure = None;
         for (task, file) in &self.files {
-            match RankTrace::open(&self.task_path(*task)) {
+            match RankTrace::open(&self.task_timeline_path(*task)) {
                 Ok(trace) => {
                     if file.bytes != file.size {
                         cut.push((trace.generation, trace.rank));
@@ -125,7 +125,7 @@ impl TimelinePieces {
         Ok(summary)
     }
 
-    fn task_path(&self, task: u32) -> PathBuf {
+    fn task_timeline_path(&self, task: u32) -> PathBuf {
         self.folder.path().join(format!("{task}.json"))
     }
 }

@@ -43,7 +43,7 @@ pub(super) struct TraceRecord<'a> {
 
 /// The content of a first record.
 #[derive(Deserialize)]
-struct TraceTitle {
+struct TraceHeaderArguments {
     #[serde(rename = "start_time_since_epoch_in_micros")]
     start: i64,
     rank: u32,
@@ -97,14 +97,15 @@ impl RankTrace {
             if title.is_none() {
                 title = record
                     .args
-                    .and_then(|args| serde_json::from_str::<TraceTitle>(args.get()).ok());
+                    .and_then(|args| serde_json::from_str::<TraceHeaderArguments>(args.get()).ok());
                 // A title is a metadata record at the begin: a large file of another program is not
                 // read to its end.
                 return Ok(title.is_none() && record.ph == "M");
             }
             Ok(false)
         })?;
-        let Some(TraceTitle { start, rank, host, since, size, generation }) = title else {
+        let Some(TraceHeaderArguments { start, rank, host, since, size, generation }) = title
+        else {
             let reason = "it is no timeline of this version: its first record does not name a rank"
                 .to_owned();
             return Err(timeline_error(path, reason));
@@ -205,14 +206,14 @@ fn for_each_record_with_old(
     old.push(OLD_FILE_SUFFIX);
     let old = PathBuf::from(old);
     let has_old = old.try_exists().map_err(|error| timeline_error(&old, error.to_string()))?;
-    if has_old && !for_each_record_of_file(&old, &mut take)? {
+    if has_old && !visit_records_of_file(&old, &mut take)? {
         return Ok(());
     }
-    for_each_record_of_file(path, &mut take).map(drop)
+    visit_records_of_file(path, &mut take).map(drop)
 }
 
 /// Returns whether `take` wants more.
-fn for_each_record_of_file(
+fn visit_records_of_file(
     path: &Path,
     take: &mut impl FnMut(TraceRecord<'_>) -> Result<bool>,
 ) -> Result<bool> {

@@ -66,7 +66,7 @@ impl TimelineSummary {
     ) -> Self {
         let row = |trace: &RankTrace| {
             let arrivals = lateness.ranks.get(&trace.rank).copied().unwrap_or_default();
-            let shift = clocks.first_shift(trace.rank);
+            let shift = clocks.first_clock_correction(trace.rank);
             TimelineRankSummary {
                 rank: trace.rank,
                 host: trace.host.clone(),

@@ -99,7 +99,7 @@ struct TraceThread {
 
 fn write_rank(output: &mut TraceOutput, trace: &RankTrace, clocks: &HostClocks) -> Result<()> {
     let pid = trace.rank;
-    let shift = match clocks.first_shift(pid) {
+    let shift = match clocks.first_clock_correction(pid) {
         Some((shift, error)) => json!({"clock_shift_us": shift, "clock_error_us": error}),
         None => json!({"clock_shift_us": null}),
     };

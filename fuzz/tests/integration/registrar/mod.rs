@@ -111,7 +111,7 @@ impl Job {
         assert_eq!(self.agents[1].await_value(&key, soon()).unwrap(), value);
         if self.rounds % 16 == 1 {
             let mut near = std::net::TcpStream::connect(
-                self.relays.1.listen_for_task(TaskId(0), DOOR).unwrap(),
+                self.relays.1.open_listener_to_task(TaskId(0), DOOR).unwrap(),
             )
             .unwrap();
             near.write_all(&value).unwrap();

@@ -103,11 +103,11 @@ def open_delta_table(
         if timestamp is not None:
             table.load_as_version(timestamp)
     except Exception as error:
-        raise _explain(error, f"the Delta table {path}") from error
+        raise _explain_delta_error(error, f"the Delta table {path}") from error
     return table
 
 
-def _explain(error: Exception, name: str) -> Exception:
+def _explain_delta_error(error: Exception, name: str) -> Exception:
     # The extension of deltalake has no package in its name.
     if name in str(error):
         return error
@@ -134,7 +134,7 @@ def delta_snapshot(table: Any) -> TableSnapshot:
         actions = pa.table(table.get_add_actions())
         deleted = _deleted_rows(table, features, name)
     except Exception as error:
-        raise _explain(error, name) from error
+        raise _explain_delta_error(error, name) from error
     kinds = {one.name: one.arrow_field.type for one in columns}
     partitions = table.metadata().partition_columns
     values = actions["partition"].to_pylist() if "partition" in actions.schema.names else None

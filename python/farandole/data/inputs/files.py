@@ -39,7 +39,7 @@ class SourceFile:
 
 
 @dataclass(frozen=True)
-class FoundFiles:
+class FilesBelowDirectory:
     """The files of one path, below a directory whose own name means nothing."""
 
     base: str
@@ -48,7 +48,7 @@ class FoundFiles:
     """Directories below the base in which Farandole prepared data, relative to it."""
 
 
-def find_files(path: str) -> FoundFiles:
+def find_files(path: str) -> FilesBelowDirectory:
     """Returns the meaning of a path.
 
     Args:
@@ -66,7 +66,7 @@ def find_files(path: str) -> FoundFiles:
         base = native.Store(directory)
         item = base.stat(name) if name else (name, 0, None, True)
         if not item[3]:
-            return FoundFiles(
+            return FilesBelowDirectory(
                 _display_path(base),
                 [SourceFile(_join_path(_display_path(base), name), item[1], item[2])],
             )
@@ -81,12 +81,12 @@ def find_files(path: str) -> FoundFiles:
 
 def _matching_files(
     base: native.Store, matches: Callable[[str], object], absence: str
-) -> FoundFiles:
+) -> FilesBelowDirectory:
     walked = list(_walk_files(base))
     files = [file for relative, file in walked if matches(relative) and not _is_hidden(relative)]
     if not files:
         raise FileNotFoundError(absence)
-    return FoundFiles(_display_path(base), files, _prepared_directories(walked))
+    return FilesBelowDirectory(_display_path(base), files, _prepared_directories(walked))
 
 
 def is_prepared_directory(directory: str) -> bool:

@@ -13,16 +13,16 @@ from farandole.data.inputs.content import table_digest
 from farandole.data.inputs.tables import (
     is_duckdb_relation,
     is_table,
-    relation_batches,
+    run_relation_query,
     relation_schema,
 )
-from farandole.data.inputs.units import MAX_BATCH_ROWS, RowSource, one_stream
+from farandole.data.inputs.units import MAX_BATCH_ROWS, RowSource, units_of_single_stream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-def holds_rows(value: Any) -> bool:
+def is_row_container(value: Any) -> bool:
     """Returns whether a value holds rows: a pyarrow, pandas, polars or Iceberg table, a Ray data
     set, or a stream.
     """
@@ -108,12 +108,12 @@ def _lazy_frame_source(frame: Any) -> RowSource:
             yield from part.to_arrow().to_batches()
 
     schema = frame.collect_schema().to_frame().to_arrow().schema
-    return RowSource(schema, None, one_stream("the lazy frame", read_batches), ordered=False)
+    return RowSource(schema, None, units_of_single_stream("the lazy frame", read_batches), ordered=False)
 
 
 def _relation_source(relation: Any) -> RowSource:
     """Returns a query of DuckDB, which is run once for each pass over its rows."""
-    units = one_stream("the relation", partial(relation_batches, relation))
+    units = units_of_single_stream("the relation", partial(run_relation_query, relation))
     return RowSource(relation_schema(relation), None, units, ordered=False)
 
 
@@ -167,7 +167,7 @@ def _ray_dataset_source(dataset: Any) -> RowSource:
     first = next(iter(dataset.limit(1).iter_batches(batch_format="pyarrow", batch_size=1)), None)
     if first is None:
         raise ValueError("the Ray data set has no rows")
-    units = one_stream("the Ray data set", read_batches)
+    units = units_of_single_stream("the Ray data set", read_batches)
     return RowSource(_without_ray_tensors(first).schema, None, units, ordered=False)
 
 
@@ -175,12 +175,12 @@ def _table_source(table: pa.Table) -> RowSource:
     def read_batches(columns: list[str]) -> Iterator[pa.RecordBatch]:
         return iter(table.select(columns).to_batches(max_chunksize=MAX_BATCH_ROWS))
 
-    return RowSource(table.schema, table_digest(table), one_stream("the table", read_batches))
+    return RowSource(table.schema, table_digest(table), units_of_single_stream("the table", read_batches))
 
 
 def _stream_source(reader: pa.RecordBatchReader) -> RowSource:
     def read_batches(columns: list[str]) -> Iterator[pa.RecordBatch]:
         return (batch.select(columns) for batch in reader)
 
-    units = one_stream("the stream", read_batches)
+    units = units_of_single_stream("the stream", read_batches)
     return RowSource(reader.schema, None, units, is_rereadable=False)

@@ -12,7 +12,7 @@ import numpy as np
 
 from farandole.data.arrow import pa, pc, pq
 from farandole.data.inputs.files import arrow_filesystem
-from farandole.data.inputs.iceberg_values import check_parquet, partition_defaults, schema_columns
+from farandole.data.inputs.iceberg_values import require_parquet_format, identity_partition_values, schema_columns
 from farandole.data.inputs.table_snapshot import (
     TableColumn,
     TableFile,
@@ -67,7 +67,7 @@ class DeleteFiles:
         file = entry.data_file
         sequence = entry.sequence_number or 0
         if file.content == DataFileContent.EQUALITY_DELETES:
-            check_parquet(file, self._name)
+            require_parquet_format(file, self._name)
             self._equality.append(
                 _EqualityDelete(
                     sequence,
@@ -78,12 +78,12 @@ class DeleteFiles:
                 )
             )
         elif str(file.file_format).upper().endswith("PUFFIN"):
-            self._add_vectors(file.file_path, sequence)
+            self._read_deletion_vectors(file.file_path, sequence)
         else:
-            check_parquet(file, self._name)
-            self._add_positions(file.file_path, sequence)
+            require_parquet_format(file, self._name)
+            self._read_position_deletes(file.file_path, sequence)
 
-    def _add_vectors(self, path: str, sequence: int) -> None:
+    def _read_deletion_vectors(self, path: str, sequence: int) -> None:
         # A file has the vectors of several data files, and an entry for each.
         if path in self._seen_puffins:
             return
@@ -101,7 +101,7 @@ class DeleteFiles:
             positions = np.asarray(vector.to_vector().to_numpy(), np.uint64)
             self._vectors[vector.referenced_data_file].append((sequence, positions))
 
-    def _add_positions(self, path: str, sequence: int) -> None:
+    def _read_position_deletes(self, path: str, sequence: int) -> None:
         rows = _read_parquet(full_file_path("", path), list(_POSITION_COLUMNS))
         paths, positions = (rows[name].combine_chunks() for name in _POSITION_COLUMNS)
         for data_file in pc.unique(paths).to_pylist():
@@ -126,20 +126,20 @@ class DeleteFiles:
         older = [
             deletion
             for deletion in self._equality
-            if deletion.sequence > sequence and self._is_in_partition(deletion, file)
+            if deletion.sequence > sequence and self._applies_to_partition(deletion, file)
         ]
         groups: dict[tuple[int, ...], list[_EqualityDelete]] = defaultdict(list)
         for deletion in older:
             groups[deletion.field_ids].append(deletion)
-        found += [self._equal_rows(file, ids, ones) for ids, ones in groups.items()]
+        found += [self._rows_equal_to_deleted(file, ids, ones) for ids, ones in groups.items()]
         deleted = np.unique(np.concatenate(found)) if found else np.empty(0, np.uint64)
         return deleted if deleted.size else None
 
-    def _is_in_partition(self, deletion: _EqualityDelete, file: Any) -> bool:
+    def _applies_to_partition(self, deletion: _EqualityDelete, file: Any) -> bool:
         is_global = not self._table.specs()[deletion.spec_id].fields
         return is_global or (deletion.spec_id, deletion.partition) == (file.spec_id, file.partition)
 
-    def _equal_rows(
+    def _rows_equal_to_deleted(
         self, file: Any, field_ids: tuple[int, ...], deletes: list[_EqualityDelete]
     ) -> npt.NDArray[np.uint64]:
         """Returns the positions of rows whose columns have the values of some deleted row."""
@@ -150,9 +150,9 @@ class DeleteFiles:
         values = pa.concat_tables(
             [deletion.values for deletion in deletes if deletion.values is not None]
         )
-        defaults = partition_defaults(self._table, file, columns)
+        defaults = identity_partition_values(self._table, file, columns)
         rows = self._read_columns(full_file_path("", file.file_path), defaults, columns)
-        return np.flatnonzero(find_equal_rows(rows, values)).astype(np.uint64)
+        return np.flatnonzero(mask_of_matching_rows(rows, values)).astype(np.uint64)
 
     def _find_column(self, number: int) -> TableColumn:
         """Returns a column of the newest schema that has it; it may have been dropped."""
@@ -195,7 +195,7 @@ def _read_parquet(path: str, columns: list[str]) -> pa.Table:
     return pq.ParquetFile(path, filesystem=arrow_filesystem(path)).read(columns=columns)
 
 
-def find_equal_rows(rows: pa.Table, values: pa.Table) -> npt.NDArray[np.bool_]:
+def mask_of_matching_rows(rows: pa.Table, values: pa.Table) -> npt.NDArray[np.bool_]:
     """Returns which rows have the values of some row of other rows; nulls and NaN are equal to
     themselves.
 

@@ -12,10 +12,10 @@ from farandole._native import store as native
 from farandole.data.inputs.class_names import is_instance_by_name
 from farandole.data.inputs.iceberg_deletes import DeleteFiles
 from farandole.data.inputs.iceberg_values import (
-    check_parquet,
-    partition_defaults,
+    require_parquet_format,
+    identity_partition_values,
     schema_columns,
-    typed_scalar,
+    scalar_of_column_type,
 )
 from farandole.data.inputs.table_snapshot import (
     TableColumn,
@@ -163,13 +163,13 @@ def _data_files(
         for entry in manifest.fetch_manifest_entry(table.io, discard_deleted=True):
             file = entry.data_file
             if file.content == DataFileContent.DATA:
-                check_parquet(file, name)
+                require_parquet_format(file, name)
                 data.append(entry)
             else:
                 deletes.add_entry(entry)
     known = {column.field_id: column for column in columns}
     initial = {
-        known[field.field_id].name: typed_scalar(
+        known[field.field_id].name: scalar_of_column_type(
             field.initial_default, known[field.field_id].arrow_field.type
         )
         for field in schema.fields
@@ -181,7 +181,7 @@ def _data_files(
         files.append(
             TableFile(
                 full_file_path("", file.file_path),
-                initial | partition_defaults(table, file, columns),
+                initial | identity_partition_values(table, file, columns),
                 deletes.deleted_rows(entry),
             )
         )

@@ -30,7 +30,7 @@ def schema_columns(table: Any, schema: Any) -> Iterator[TableColumn]:
         yield TableColumn(field, names.get(int(field.metadata[FIELD_ID_KEY]), ()))
 
 
-def partition_defaults(table: Any, file: Any, columns: Iterable[TableColumn]) -> dict[str, Any]:
+def identity_partition_values(table: Any, file: Any, columns: Iterable[TableColumn]) -> dict[str, Any]:
     """Returns the values of the columns whose values partition a file as they are, by name.
 
     Args:
@@ -47,11 +47,11 @@ def partition_defaults(table: Any, file: Any, columns: Iterable[TableColumn]) ->
         column = known.get(field.source_id)
         if isinstance(field.transform, IdentityTransform) and column is not None:
             kind = column.arrow_field.type
-            values[column.name] = typed_scalar(file.partition[index], kind)
+            values[column.name] = scalar_of_column_type(file.partition[index], kind)
     return values
 
 
-def typed_scalar(value: Any, kind: pa.DataType) -> Any:
+def scalar_of_column_type(value: Any, kind: pa.DataType) -> Any:
     """Returns a value of Iceberg's metadata in the type of its column.
 
     Args:
@@ -64,7 +64,7 @@ def typed_scalar(value: Any, kind: pa.DataType) -> Any:
     return pa.scalar(value, kind)
 
 
-def check_parquet(file: Any, name: str) -> None:
+def require_parquet_format(file: Any, name: str) -> None:
     """Refuses a data file or delete file of another format.
 
     Args:

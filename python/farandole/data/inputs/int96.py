@@ -26,7 +26,7 @@ _MICROSECONDS_PER_MILLISECOND = 1000
 _CHECKED_ROWS = 65536
 
 
-def with_int96_unit(fragment: Any, unit: str) -> Any:
+def fragment_with_int96_unit(fragment: Any, unit: str) -> Any:
     """Returns a fragment that reads INT96 in a unit; other fragments as they are.
 
     Args:
@@ -51,7 +51,7 @@ def with_int96_unit(fragment: Any, unit: str) -> Any:
     return remade if groups is None else remade.subset(row_group_ids=[group.id for group in groups])
 
 
-def read_as_microseconds(dataset: Any) -> Any:
+def read_int96_as_microseconds(dataset: Any) -> Any:
     """Returns a dataset that reads INT96 in microseconds and leaves out the same rows; a dataset
     without INT96 as it is.
 
@@ -59,13 +59,13 @@ def read_as_microseconds(dataset: Any) -> Any:
         dataset: Dataset of pyarrow.
     """
     if isinstance(dataset, ds.UnionDataset):
-        remade = ds.dataset([read_as_microseconds(child) for child in dataset.children])
-        return _with_filter_of(dataset, remade)
+        remade = ds.dataset([read_int96_as_microseconds(child) for child in dataset.children])
+        return _with_same_filter(dataset, remade)
     if not isinstance(dataset, ds.FileSystemDataset):
         return dataset
     fragments, fields = [], {}
     for fragment in file_fragments(dataset):
-        remade = with_int96_unit(fragment, "us")
+        remade = fragment_with_int96_unit(fragment, "us")
         fragments.append(remade)
         fields |= {name: remade.physical_schema.field(name) for name in _int96_columns(remade)}
     if not fields:
@@ -74,10 +74,10 @@ def read_as_microseconds(dataset: Any) -> Any:
     remade = ds.FileSystemDataset(
         fragments, schema.with_metadata(dataset.schema.metadata), dataset.format, dataset.filesystem
     )
-    return _with_filter_of(dataset, remade)
+    return _with_same_filter(dataset, remade)
 
 
-def _with_filter_of(dataset: Any, remade: Any) -> Any:
+def _with_same_filter(dataset: Any, remade: Any) -> Any:
     condition = dataset._scan_options.get("filter")  # noqa: SLF001 - there is no public API
     return remade if condition is None else remade.filter(condition)
 
@@ -96,7 +96,7 @@ def check_int96_files(dataset: Any, columns: Sequence[str] | None = None) -> Non
             column, the file and the row.
     """
     for fragment in file_fragments(dataset):
-        fine = with_int96_unit(fragment, "us")
+        fine = fragment_with_int96_unit(fragment, "us")
         wide = [column for column in _int96_columns(fine) if columns is None or column in columns]
         if not wide:
             continue
@@ -126,7 +126,7 @@ def check_int96_range(
         yield from batches
         return
     chosen = {column: ds.field(column) for column in wide}  # as texts, dots would be paths
-    coarse = with_int96_unit(fragment, "ms").to_batches(columns=chosen, batch_size=rows)
+    coarse = fragment_with_int96_unit(fragment, "ms").to_batches(columns=chosen, batch_size=rows)
     row = 0
     for batch, other in zip(batches, coarse, strict=True):
         for column in wide:

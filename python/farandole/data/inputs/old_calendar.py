@@ -30,7 +30,7 @@ _VERSION_KEY, _DATES_KEY, _INT96_KEY = (
 )
 
 
-def check_old_times(
+def refuse_ambiguous_times(
     batches: Iterator[pa.RecordBatch], fragment: Any, name: str
 ) -> Iterator[pa.RecordBatch]:
     """Yields the batches of a file; refuses dates and times whose meaning is unclear.
@@ -44,7 +44,7 @@ def check_old_times(
         ValueError: A value of unclear meaning; the message names the column, the
             file and the row.
     """
-    firsts = _first_clear_values(fragment)
+    firsts = _first_unambiguous_values(fragment)
     if not firsts:
         yield from batches
         return
@@ -57,7 +57,7 @@ def check_old_times(
         yield batch
 
 
-def check_old_files(dataset: Any, columns: Sequence[str] | None = None) -> None:
+def refuse_ambiguous_files(dataset: Any, columns: Sequence[str] | None = None) -> None:
     """Refuses files in which the statistics do not exclude dates and times of unclear meaning.
 
     For rows that a query engine reads, which are not checked one by one.
@@ -71,7 +71,7 @@ def check_old_files(dataset: Any, columns: Sequence[str] | None = None) -> None:
             column and the file.
     """
     for fragment in file_fragments(dataset):
-        found = _first_clear_values(fragment)
+        found = _first_unambiguous_values(fragment)
         firsts = {one: first for one, first in found.items() if columns is None or one in columns}
         if not firsts:
             continue
@@ -81,7 +81,7 @@ def check_old_files(dataset: Any, columns: Sequence[str] | None = None) -> None:
                 chunk = metadata.row_group(group).column(index)
                 leaf = chunk.path_in_schema
                 names = [one for one in columns_of_leaf(leaf, schema) if one in firsts]
-                if names and not _is_clear(chunk.statistics, firsts[names[0]]):
+                if names and not _excludes_ambiguous_times(chunk.statistics, firsts[names[0]]):
                     raise ValueError(
                         f"column {names[0]!r} of {path} may have dates before 1582-10-15 or times "
                         "before 1900, in Spark's calendar before version 3: write the file again "
@@ -89,7 +89,7 @@ def check_old_files(dataset: Any, columns: Sequence[str] | None = None) -> None:
                     )
 
 
-def _is_clear(statistics: Any, first: int) -> bool:
+def _excludes_ambiguous_times(statistics: Any, first: int) -> bool:
     import datetime as dt  # noqa: PLC0415 - rarely needed
 
     if statistics is None or not statistics.has_min_max:
@@ -131,7 +131,7 @@ def _timestamp_text(value: Any) -> str:
         return f"{value.value} of {value.type}"
 
 
-def _first_clear_values(fragment: Any) -> dict[str, int]:
+def _first_unambiguous_values(fragment: Any) -> dict[str, int]:
     """Returns the first value with a clear meaning, by column; nothing for most files."""
     metadata = getattr(fragment, "metadata", None)
     file_metadata = {} if metadata is None else metadata.metadata or {}

@@ -65,7 +65,7 @@ def partitioned_dataset(
         guarantee = ds.scalar(True)
         for name, text in found.items():
             field = ds.field(name)
-            value = _typed_value(text, kinds[name], name, path)
+            value = _parse_partition_value(text, kinds[name], name, path)
             guarantee &= field.is_null() if value is None else field == value
         fragments.append(file_format.make_fragment(path, filesystem, guarantee))
     inside = ds.dataset(paths[:1], format=file_format, filesystem=filesystem).schema
@@ -74,7 +74,7 @@ def partitioned_dataset(
     return ds.FileSystemDataset(fragments, pa.schema(fields), file_format, filesystem)
 
 
-def _typed_value(text: str | None, kind: pa.DataType, name: str, path: str) -> Any:
+def _parse_partition_value(text: str | None, kind: pa.DataType, name: str, path: str) -> Any:
     if text is None:
         return None
     try:
@@ -85,7 +85,7 @@ def _typed_value(text: str | None, kind: pa.DataType, name: str, path: str) -> A
         ) from error
 
 
-def fragment_partitions(fragment: Any) -> dict[str, Any]:
+def fragment_partition_values(fragment: Any) -> dict[str, Any]:
     """Returns the values that all rows of a fragment have, by column.
 
     Args:
@@ -94,14 +94,14 @@ def fragment_partitions(fragment: Any) -> dict[str, Any]:
     return ds.get_partition_keys(fragment.partition_expression)
 
 
-def partition_names(dataset: Any) -> list[str]:
+def partition_column_names(dataset: Any) -> list[str]:
     """Returns the columns whose values are not in the files of a pyarrow dataset.
 
     Args:
         dataset: Result of `partitioned_dataset`.
     """
     return sorted(
-        {name for fragment in dataset.get_fragments() for name in fragment_partitions(fragment)}
+        {name for fragment in dataset.get_fragments() for name in fragment_partition_values(fragment)}
     )
 
 

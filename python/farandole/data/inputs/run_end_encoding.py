@@ -21,10 +21,10 @@ def decode_run_ends(source: RowSource) -> RowSource:
     Args:
         source: As it was opened.
     """
-    return convert_columns(source, _plain_type, _decode_column)
+    return convert_columns(source, _plain_type, _decode_run_end_column)
 
 
-def _decode_column(column: Any, _name: str) -> Any:
+def _decode_run_end_column(column: Any, _name: str) -> Any:
     """Returns the value of each row; other columns as they are."""
     if not pa.types.is_run_end_encoded(column.type):
         return column

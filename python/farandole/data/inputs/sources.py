@@ -22,18 +22,18 @@ from farandole.data.inputs.frames import frame_source, is_arrow_dataset, is_spar
 from farandole.data.inputs.int96 import (
     check_int96_files,
     check_int96_range,
-    read_as_microseconds,
-    with_int96_unit,
+    read_int96_as_microseconds,
+    fragment_with_int96_unit,
 )
-from farandole.data.inputs.old_calendar import check_old_files, check_old_times
+from farandole.data.inputs.old_calendar import refuse_ambiguous_files, refuse_ambiguous_times
 from farandole.data.inputs.partitions import (
     common_directory,
-    fragment_partitions,
-    partition_names,
+    fragment_partition_values,
+    partition_column_names,
     partitioned_dataset,
 )
 from farandole.data.inputs.run_end_encoding import decode_run_ends
-from farandole.data.inputs.table_snapshot import FileColumns
+from farandole.data.inputs.table_snapshot import FileBatchConversion
 from farandole.data.inputs.tables import find_table
 from farandole.data.inputs.tensors import decode_tensors
 from farandole.data.inputs.units import MAX_BATCH_ROWS, RowSource, SourceUnit
@@ -184,8 +184,8 @@ def _open_dataset_files(
             paths, base, reading, arrow_filesystem(paths[0]), _arrow_types(given)
         )
     except (pa.ArrowException, OSError) as error:
-        raise _read_error(paths[0], error) from error
-    inside = sorted(set(given) - set(partition_names(opened)))
+        raise _source_read_error(paths[0], error) from error
+    inside = sorted(set(given) - set(partition_column_names(opened)))
     if inside:
         raise ValueError(
             f"files of {kind} contain their types, which cannot be set: {', '.join(inside)}; "
@@ -279,11 +279,11 @@ def _dataset_source(dataset: Any) -> RowSource:
     """Returns a dataset of pyarrow: by its files, unless it leaves some rows out."""
     filesystem = getattr(dataset, "filesystem", None)
     if filesystem is None or getattr(dataset, "_scan_options", None):
-        chosen = read_as_microseconds(dataset)
+        chosen = read_int96_as_microseconds(dataset)
 
         def list_units(columns: list[str]) -> list[SourceUnit]:
             check_int96_files(chosen, columns)
-            check_old_files(chosen, columns)
+            refuse_ambiguous_files(chosen, columns)
             options: dict[str, Any] = _read_ahead_options()
             read = partial(chosen.to_batches, columns=_column_expressions(columns), **options)
             return [SourceUnit("the dataset", read)]
@@ -318,7 +318,7 @@ def table_source(table: TableSnapshot) -> RowSource:
             schemas = list(pool.map(_fragment_schema, fragments))
         units: list[SourceUnit] = []
         for file, fragment, schema in zip(table.files, fragments, schemas, strict=True):
-            chosen = FileColumns(table, file, schema, columns)
+            chosen = FileBatchConversion(table, file, schema, columns)
             stored, names = chosen.stored_schema, chosen.stored_names
             units += _fragment_units(fragment, stored, names, chosen.convert_batch)
         return units
@@ -326,7 +326,7 @@ def table_source(table: TableSnapshot) -> RowSource:
     return RowSource(table.schema, table.fingerprint, list_units)
 
 
-def plain_dataset(table: TableSnapshot) -> Any:
+def table_as_plain_dataset(table: TableSnapshot) -> Any:
     """Returns a table as a pyarrow dataset, if its files alone tell its rows; else `None`.
 
     Args:
@@ -352,7 +352,7 @@ def _fragments_source(
     """Returns the rows of files; with `declared`, a column of the schema that a file lacks is null
     there.
     """
-    fragments = [with_int96_unit(fragment, "us") for fragment in dataset.get_fragments()]
+    fragments = [fragment_with_int96_unit(fragment, "us") for fragment in dataset.get_fragments()]
 
     def list_units(columns: list[str]) -> list[SourceUnit]:
         whole = _common_schema(fragments, dataset.schema, columns, typed=typed, declared=declared)
@@ -372,11 +372,11 @@ def _common_schema(
     with ThreadPoolExecutor(8) as pool:
         schemas = list(pool.map(_fragment_schema, fragments))
     files = list(zip(fragments, schemas, strict=True))
-    partitions = [fragment_partitions(fragment) for fragment in fragments]
+    partitions = [fragment_partition_values(fragment) for fragment in fragments]
     fields = {}
     for name in columns:
         if any(name in values for values in partitions):
-            _check_always_partition(name, files, partitions)
+            _refuse_partly_partitioned_column(name, files, partitions)
             fields[name] = known.field(name)
         elif declared and name in known.names:
             having = [file for file in files if name in file[1].names]
@@ -387,7 +387,7 @@ def _common_schema(
     return pa.schema([field.with_nullable(True) for field in fields.values()])
 
 
-def _check_always_partition(
+def _refuse_partly_partitioned_column(
     name: str, files: list[tuple[Any, pa.Schema]], partitions: list[dict[str, Any]]
 ) -> None:
     for (fragment, schema), values in zip(files, partitions, strict=True):
@@ -414,7 +414,7 @@ def _common_field(name: str, files: list[tuple[Any, pa.Schema]], *, typed: bool)
         other = schema.field(name)
         if other.type == field.type:
             continue
-        merged = _same_value_field(field, other) if typed else _merge_fields(field, other)
+        merged = _field_of_equal_values(field, other) if typed else _field_for_both_guesses(field, other)
         if merged is None:
             raise ValueError(
                 f"column {name!r} is {other.type} in {_fragment_path(fragment)}, in "
@@ -425,7 +425,7 @@ def _common_field(name: str, files: list[tuple[Any, pa.Schema]], *, typed: bool)
     return field
 
 
-def _same_value_field(first: pa.Field, second: pa.Field) -> pa.Field | None:
+def _field_of_equal_values(first: pa.Field, second: pa.Field) -> pa.Field | None:
     """Returns a type for values that differ only in Arrow's storage or time zone."""
     plain, other_plain = (
         each.type.value_type if pa.types.is_dictionary(each.type) else each.type
@@ -443,7 +443,7 @@ def _same_value_field(first: pa.Field, second: pa.Field) -> pa.Field | None:
     return first.with_type(plain) if plain == other_plain else None
 
 
-def _merge_fields(first: pa.Field, second: pa.Field) -> pa.Field | None:
+def _field_for_both_guesses(first: pa.Field, second: pa.Field) -> pa.Field | None:
     """Returns a type that holds both guesses."""
     try:
         return pa.unify_schemas(
@@ -461,7 +461,7 @@ def _fragment_schema(fragment: Any) -> pa.Schema:
     try:
         return fragment.physical_schema
     except (pa.ArrowException, OSError) as error:
-        raise _read_error(_fragment_path(fragment), error) from error
+        raise _source_read_error(_fragment_path(fragment), error) from error
 
 
 def _fragment_units(
@@ -481,7 +481,7 @@ def _fragment_units(
                 schema=schema, columns=_column_expressions(columns), **_read_ahead_options(rows)
             )
             checked = check_int96_range(_translate_read_errors(name, batches), part, name, rows)
-            checked = check_old_times(checked, part, name)
+            checked = refuse_ambiguous_times(checked, part, name)
             if convert_batch is None:
                 return checked
             return convert_batches(convert_batch, checked, first)
@@ -526,10 +526,10 @@ def _translate_read_errors(
     try:
         yield from batches
     except (pa.ArrowException, OSError) as error:
-        raise _read_error(name, error) from error
+        raise _source_read_error(name, error) from error
 
 
-def _read_error(name: str, error: Exception) -> Exception:
+def _source_read_error(name: str, error: Exception) -> Exception:
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError(f"{name} is gone: {error}")
     hint = "; types={...} says what a column is" if "conversion error" in str(error) else ""

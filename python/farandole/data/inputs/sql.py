@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from farandole.data.arrow import pa
 from farandole.data.inputs.frames import in_memory_table
-from farandole.data.inputs.int96 import check_int96_files, read_as_microseconds
-from farandole.data.inputs.old_calendar import check_old_files
-from farandole.data.inputs.sources import open_files, plain_dataset, table_source
+from farandole.data.inputs.int96 import check_int96_files, read_int96_as_microseconds
+from farandole.data.inputs.old_calendar import refuse_ambiguous_files
+from farandole.data.inputs.sources import open_files, table_as_plain_dataset, table_source
 from farandole.data.inputs.tables import find_table
-from farandole.data.inputs.units import RowSource, one_stream
+from farandole.data.inputs.units import RowSource, units_of_single_stream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -103,7 +103,7 @@ def query_source(
         "\n".join([sql, *(f"{name} {text}" for name, text in prints)]).encode()
     ).hexdigest()
 
-    units = one_stream("the query", lambda columns: _stream_query(frame, columns, spill))
+    units = units_of_single_stream("the query", lambda columns: _stream_query(frame, columns, spill))
     # Without ORDER BY, a query may return its rows in a different order each time.
     return RowSource(schema, f"query {digest}" if fixed else None, units, ordered=False)
 
@@ -118,9 +118,9 @@ def _register_table(
 ) -> str | None:
     at_version = find_table(source)
     if at_version is not None:
-        plain = plain_dataset(at_version)
+        plain = table_as_plain_dataset(at_version)
         if plain is not None:
-            check_old_files(plain)
+            refuse_ambiguous_files(plain)
             context.register_dataset(name, plain)
         else:
             rows = table_source(at_version)
@@ -130,9 +130,9 @@ def _register_table(
         return at_version.fingerprint
     found = open_files(source, kind, types, options)
     if found is not None:
-        dataset = read_as_microseconds(found[0])
+        dataset = read_int96_as_microseconds(found[0])
         check_int96_files(dataset)
-        check_old_files(dataset)
+        refuse_ambiguous_files(dataset)
         context.register_dataset(name, dataset)
         return found[1]
     table = in_memory_table(source)

@@ -194,7 +194,7 @@ def full_file_path(location: str, path: str) -> str:
     return f"{location.rstrip('/')}/{path}" if location else str(Path.cwd() / path)
 
 
-class FileColumns:
+class FileBatchConversion:
     """Some columns of a table in one file, and the rows of the file that are left.
 
     Args:
@@ -228,7 +228,7 @@ class FileColumns:
         self._file = file
         self._chosen = [columns[name] for name in names]
         self._stored = {
-            column.name: _find_field(column, list(stored), has_ids=has_ids)
+            column.name: _find_stored_field(column, list(stored), has_ids=has_ids)
             for column in self._chosen
         }
         found = [column for column in self._stored.values() if column is not None]
@@ -245,7 +245,7 @@ class FileColumns:
         Raises:
             ValueError: A value that the table's type cannot hold; names column and file.
         """
-        keep, rows = self._living_rows(first, batch.num_rows), batch.num_rows
+        keep, rows = self._undeleted_row_indices(first, batch.num_rows), batch.num_rows
         if keep is not None:
             # A batch without columns cannot be filtered: the file has none of the columns.
             rows = keep.true_count
@@ -261,7 +261,7 @@ class FileColumns:
             else:
                 try:
                     arrays.append(
-                        _convert_array(batch.column(stored.name), stored, column.arrow_field)
+                        _convert_to_table_type(batch.column(stored.name), stored, column.arrow_field)
                     )
                 except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
                     raise ValueError(
@@ -271,7 +271,7 @@ class FileColumns:
             fields.append(wanted.with_nullable(True))
         return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
 
-    def _living_rows(self, first: int, rows: int) -> Any:
+    def _undeleted_row_indices(self, first: int, rows: int) -> Any:
         if self._file.deleted is None:
             return None
         start, end = np.searchsorted(self._file.deleted, [first, first + rows])
@@ -312,7 +312,7 @@ def _plain_type(kind: pa.DataType) -> pa.DataType:
     return kind
 
 
-def _find_field(
+def _find_stored_field(
     column: TableColumn, stored: Sequence[pa.Field], *, has_ids: bool
 ) -> pa.Field | None:
     if has_ids and column.field_id is not None:
@@ -324,7 +324,7 @@ def _find_field(
     return None
 
 
-def _convert_array(array: pa.Array, stored: pa.Field, wanted: pa.Field) -> pa.Array:
+def _convert_to_table_type(array: pa.Array, stored: pa.Field, wanted: pa.Field) -> pa.Array:
     """Returns an array of a file in the type of the table; fields within it are found like
     columns.
     """
@@ -336,16 +336,16 @@ def _convert_array(array: pa.Array, stored: pa.Field, wanted: pa.Field) -> pa.Ar
         for index in range(kind.num_fields):
             child = kind.field(index)
             column = TableColumn(child, (stored_name(child),))
-            found = _find_field(column, inside, has_ids=has_ids)
+            found = _find_stored_field(column, inside, has_ids=has_ids)
             arrays.append(
                 pa.nulls(len(array), _plain_type(child.type))
                 if found is None
-                else _convert_array(array.field(inside.index(found)), found, child)
+                else _convert_to_table_type(array.field(inside.index(found)), found, child)
             )
             fields.append(_plain_field(child).with_nullable(True))
         return pa.StructArray.from_arrays(arrays, fields=fields, mask=array.is_null())
     if pa.types.is_list(kind) and pa.types.is_list(stored.type):
-        values = _convert_array(array.values, stored.type.value_field, kind.value_field)
+        values = _convert_to_table_type(array.values, stored.type.value_field, kind.value_field)
         made = pa.ListArray.from_arrays(array.offsets, values, mask=array.is_null())
         return made.cast(_plain_type(kind))
     return array if array.type == kind else array.cast(_plain_type(kind))

@@ -46,7 +46,7 @@ def relation_schema(relation: Any) -> pa.Schema:
     return _relation_reader(relation.limit(0)).schema
 
 
-def relation_batches(relation: Any, columns: list[str]) -> Iterator[pa.RecordBatch]:
+def run_relation_query(relation: Any, columns: list[str]) -> Iterator[pa.RecordBatch]:
     """Runs the query of a relation, whose result is never whole in memory.
 
     Args:
@@ -132,14 +132,14 @@ def find_table(
         return None
     paths = [os.fspath(one) for one in given]
     if len(paths) == 1:
-        return _table_at(paths[0], version, moment)
+        return _open_table_in_directory(paths[0], version, moment)
     for path in paths:
-        if not path.endswith(_FILE_SUFFIXES) and _table_at(path, version, moment) is not None:
+        if not path.endswith(_FILE_SUFFIXES) and _open_table_in_directory(path, version, moment) is not None:
             raise ValueError(f"a Delta or Iceberg table must be the only source: {path}")
     return None
 
 
-def _table_at(path: str, version: int | None, moment: dt.datetime | None) -> TableSnapshot | None:
+def _open_table_in_directory(path: str, version: int | None, moment: dt.datetime | None) -> TableSnapshot | None:
     delta = open_delta_table(path, version, moment)
     if delta is not None:
         return delta_snapshot(delta)

@@ -24,24 +24,24 @@ def decode_tensors(source: RowSource) -> RowSource:
     Args:
         source: As it was opened.
     """
-    return convert_columns(source, _plain_type, _plain_column)
+    return convert_columns(source, _plain_type, _tensors_as_lists)
 
 
 def _is_tensor(kind: Any) -> bool:
     return isinstance(kind, pa.FixedShapeTensorType)
 
 
-def _is_view(kind: Any) -> bool:
+def _is_list_view(kind: Any) -> bool:
     return pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind)
 
 
-def _plain_column(column: Any, _name: str) -> Any:
+def _tensors_as_lists(column: Any, _name: str) -> Any:
     if _is_tensor(column.type):
         return _nest_tensors(column)
-    return _flat_lists(column) if _is_view(column.type) else column
+    return _list_view_as_lists(column) if _is_list_view(column.type) else column
 
 
-def _flat_lists(column: Any) -> pa.Array:
+def _list_view_as_lists(column: Any) -> pa.Array:
     """Returns the lists one after the other; Arrow's own conversion of views breaks the offsets."""
     lengths = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
@@ -51,8 +51,8 @@ def _flat_lists(column: Any) -> pa.Array:
 
 def _plain_type(kind: Any) -> pa.DataType:
     if _is_tensor(kind):
-        return _nested_type(kind)
-    return pa.large_list(kind.value_type) if _is_view(kind) else kind
+        return _nested_list_type(kind)
+    return pa.large_list(kind.value_type) if _is_list_view(kind) else kind
 
 
 def _logical_shape(kind: Any) -> list[int]:
@@ -60,7 +60,7 @@ def _logical_shape(kind: Any) -> list[int]:
     return [kind.shape[axis] for axis in order]
 
 
-def _nested_type(kind: Any) -> pa.DataType:
+def _nested_list_type(kind: Any) -> pa.DataType:
     nested = kind.value_type
     for length in reversed(_logical_shape(kind)):
         nested = pa.list_(nested, length)
@@ -83,7 +83,7 @@ def _nest_tensors(column: Any) -> pa.Array:
     return pa.FixedSizeListArray.from_arrays(values, _logical_shape(kind)[0], mask=missing)
 
 
-def pack_nested_lists(column: pa.Array) -> pa.Array:
+def nested_lists_as_tensors(column: pa.Array) -> pa.Array:
     """Returns nested lists of fixed lengths as tensors, which Parquet and the reader take; other
     columns as they are.
 

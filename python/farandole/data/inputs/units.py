@@ -42,7 +42,7 @@ class RowSource:
     """Whether rows can be read more than once."""
 
 
-def one_stream(
+def units_of_single_stream(
     name: str, read_batches: Callable[[list[str]], Iterator[pa.RecordBatch]]
 ) -> Callable[[list[str]], list[SourceUnit]]:
     """Returns the units of a source that is a single stream.

@@ -22,7 +22,7 @@ VECTOR_FIELDS = ("type", "size", "indices", "values")
 _DENSE = 1
 
 
-def is_vector_type(kind: Any) -> bool:
+def is_spark_vector_type(kind: Any) -> bool:
     """Returns whether a type of Arrow is a Spark ML vector.
 
     Args:
@@ -31,7 +31,7 @@ def is_vector_type(kind: Any) -> bool:
     return pa.types.is_struct(kind) and tuple(field.name for field in kind) == VECTOR_FIELDS
 
 
-def vectors_as_lists(column: Any, name: str) -> Any:
+def spark_vectors_as_lists(column: Any, name: str) -> Any:
     """Returns vectors as lists of float64; other columns as they are.
 
     Args:
@@ -44,7 +44,7 @@ def vectors_as_lists(column: Any, name: str) -> Any:
     Raises:
         ValueError: A sparse vector has an index outside of its size; naming the column.
     """
-    if not is_vector_type(column.type):
+    if not is_spark_vector_type(column.type):
         return column
     kinds, sizes, indices, values = column.flatten()
     is_dense = kinds.fill_null(_DENSE).to_numpy(zero_copy_only=False) == _DENSE
@@ -68,7 +68,7 @@ def vectors_as_lists(column: Any, name: str) -> Any:
     return pa.LargeListArray.from_arrays(pa.array(starts), pa.array(numbers), mask=missing)
 
 
-def decode_vectors(source: RowSource) -> RowSource:
+def decode_spark_vectors(source: RowSource) -> RowSource:
     """Returns the source with lists of float64 instead of vectors.
 
     Args:
@@ -76,6 +76,6 @@ def decode_vectors(source: RowSource) -> RowSource:
     """
 
     def plain_type(kind: Any) -> pa.DataType:
-        return pa.large_list(pa.float64()) if is_vector_type(kind) else kind
+        return pa.large_list(pa.float64()) if is_spark_vector_type(kind) else kind
 
-    return convert_columns(source, plain_type, vectors_as_lists)
+    return convert_columns(source, plain_type, spark_vectors_as_lists)

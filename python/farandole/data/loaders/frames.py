@@ -25,8 +25,8 @@ from farandole.data.columns import refuse_missing_columns
 from farandole.data.inputs.frames import is_spark_dataframe
 from farandole.data.inputs.number_conversion import to_batch_numbers
 from farandole.data.inputs.sources import open_source
-from farandole.data.inputs.tensors import pack_nested_lists
-from farandole.data.inputs.vectors import decode_vectors
+from farandole.data.inputs.tensors import nested_lists_as_tensors
+from farandole.data.inputs.vectors import decode_spark_vectors
 from farandole.data.loader import ParquetLoader
 from farandole.data.ragged import Nested, Pad, check_pad_value, list_element_dtype
 
@@ -87,7 +87,7 @@ def frame_loader(
     if not isinstance(ragged, Mapping | None):
         raise TypeError(f"ragged must be a dict of Pad or Nested by column: {ragged!r}")
     wanted = dict(ragged or {})
-    directory = _cache_directory(cache) / f"farandole-frame-{uuid.uuid4().hex}"
+    directory = _resolve_cache_argument(cache) / f"farandole-frame-{uuid.uuid4().hex}"
     directory.parent.mkdir(parents=True, exist_ok=True)
     # The parent may be shared by users. Spark would create a directory that all of them can read.
     directory.mkdir(mode=0o700)
@@ -97,7 +97,7 @@ def frame_loader(
             _check_column_names(columns, frame.columns, wanted)
             chosen = frame if columns is None else frame.select(*map(quote_column, columns))
             rows, lists = _write_from_executors(
-                _batch_numbers(chosen, columns), rows_directory, wanted
+                _spark_frame_as_numbers(chosen, columns), rows_directory, wanted
             )
         else:
             rows, lists = None, _write_rows(frame, columns, rows_directory, wanted, types)
@@ -107,7 +107,7 @@ def frame_loader(
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise
-    weakref.finalize(loader, _remove_directory, directory, os.getpid())
+    weakref.finalize(loader, _remove_rows_of_process, directory, os.getpid())
     return loader
 
 
@@ -125,14 +125,14 @@ class _FrameLoader(ParquetLoader):
         self._stored = dict(lists)
         super().__init__(directory, batch_size, columns, **options)
 
-    def _rows_description(self) -> str:
+    def _source_description(self) -> str:
         return "frame_loader"
 
     def _stored_ragged_columns(self) -> dict[str, Ragged]:
         return dict(self._stored)
 
 
-def _cache_directory(cache: str | os.PathLike[str] | None) -> Path:
+def _resolve_cache_argument(cache: str | os.PathLike[str] | None) -> Path:
     """Returns the directory that `cache` means."""
     text = tempfile.gettempdir() if cache is None else os.fspath(cache)
     if not _URL_PATTERN.match(text):
@@ -147,7 +147,7 @@ def _cache_directory(cache: str | os.PathLike[str] | None) -> Path:
     return Path(unquote(parts.path))
 
 
-def _batch_numbers(frame: Any, columns: Sequence[str] | None) -> Any:
+def _spark_frame_as_numbers(frame: Any, columns: Sequence[str] | None) -> Any:
     """Returns a DataFrame of Spark whose dates and times are the numbers of batches, and whose
     vectors are arrays.
 
@@ -345,7 +345,7 @@ def _write_rows(
     types: Mapping[str, Any] | None,
 ) -> dict[str, Ragged]:
     """Writes the rows, and returns their ragged columns."""
-    source = decode_vectors(open_source(frame, types=types))
+    source = decode_spark_vectors(open_source(frame, types=types))
     names = source.schema.names if columns is None else list(columns)
     _check_column_names(names, source.schema.names, wanted)
     kinds = _element_dtypes(source.schema, wanted)
@@ -361,7 +361,7 @@ def _write_rows(
                     longest[name] = max(
                         longest[name], int(layout.arrow_row_lengths(batch.column(name)).max())
                     )
-                packed = _packed_batch(batch)
+                packed = _batch_for_parquet(batch)
                 for stored in (
                     _encode_ragged_batches([packed], unbounded) if unbounded else [packed]
                 ):
@@ -381,13 +381,13 @@ def _write_rows(
     return {name: one.known(kinds[name], longest[name]) for name, one in wanted.items()}
 
 
-def _packed_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
+def _batch_for_parquet(batch: pa.RecordBatch) -> pa.RecordBatch:
     """Returns a batch whose times are the numbers of batches, and whose nested lists are tensors:
     Parquet has no seconds, and the reader no nested lists.
     """
     columns, fields = [], []
     for field, column in zip(batch.schema, batch.columns, strict=True):
-        stored = pack_nested_lists(column)
+        stored = nested_lists_as_tensors(column)
         if pa.types.is_dictionary(field.type) and pa.types.is_string_view(field.type.value_type):
             stored = column.dictionary.cast(pa.string()).take(column.indices)
         if pa.types.is_temporal(field.type) and not pa.types.is_interval(field.type):
@@ -413,7 +413,7 @@ def _unwritable_column_error(batch: pa.RecordBatch, error: Exception) -> ValueEr
     return ValueError(f"the rows of the frame cannot be written as Parquet: {error}")
 
 
-def _remove_directory(directory: Path, process: int) -> None:
+def _remove_rows_of_process(directory: Path, process: int) -> None:
     """Removes the rows, but not from a process that was forked from the one that wrote them."""
     if os.getpid() == process:
         shutil.rmtree(directory, ignore_errors=True)

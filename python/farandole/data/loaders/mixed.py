@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from farandole.common.check import whole_number
+from farandole.common.check import check_whole_number
 from farandole.data.data_loader_base import BaseDataLoader, close_iterator
 from farandole.data.loader import WEIGHTS_KEY
 
@@ -57,7 +57,7 @@ class MixedLoader(BaseDataLoader):
         if not loaders:
             raise ValueError("MixedLoader needs at least one loader")
         if steps is not None:
-            steps = whole_number("steps", steps)
+            steps = check_whole_number("steps", steps)
         self.loaders = dict(loaders)
         self._ratios = None if ratios is None else _normalize_ratios(ratios, self.loaders)
         lengths = []
@@ -79,7 +79,7 @@ class MixedLoader(BaseDataLoader):
                     f"{', '.join(sorted(self.loaders[first].columns))}"
                 )
         if ratios is None:
-            _check_added_columns(self.loaders)
+            _refuse_unequal_extra_columns(self.loaders)
         self._steps = steps or (max(lengths) if ratios is None else sum(lengths))
         self._open_iterators: dict[str, Iterator[Batch]] = {}
         self._first_step = 0
@@ -206,7 +206,7 @@ def _normalize_ratios(ratios: Mapping[str, float], loaders: Mapping[str, Any]) -
     return {name: ratios[name] / total for name in loaders}
 
 
-def _check_added_columns(loaders: Mapping[str, Any]) -> None:
+def _refuse_unequal_extra_columns(loaders: Mapping[str, Any]) -> None:
     """Refuses loaders whose batches could not be joined, since some have weights or lengths and
     others do not.
     """

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from farandole.common.check import whole_number
+from farandole.common.check import check_whole_number
 from farandole.data.data_loader_base import BaseDataLoader
 from farandole.data.loader import WEIGHTS_KEY, ParquetLoader
 
@@ -52,7 +52,7 @@ class PoolLoader(BaseDataLoader):
             raise TypeError(f"loader must be a ParquetLoader: {type(loader).__name__}")
         if lists := loader._nested_columns():  # noqa: SLF001 - internal to this package
             raise ValueError(f"rows of a pool must be padded: prepare {', '.join(lists)} with Pad")
-        self.loader, self.batch_size = loader, whole_number("batch_size", batch_size)
+        self.loader, self.batch_size = loader, check_whole_number("batch_size", batch_size)
         self._skipped_batches = 0
         """Batches of the first pool that the next iteration passes over."""
         self._produced_at = self._consumed_at = (self._pool_state(), 0)
@@ -101,7 +101,7 @@ class PoolLoader(BaseDataLoader):
         """Batches of the pool that begins at a row of the epoch, the same on every rank."""
 
     @abstractmethod
-    def _cut_pool(self, pool: Batch, epoch: int, start: int) -> list[Batch]:
+    def _cut_pool_into_batches(self, pool: Batch, epoch: int, start: int) -> list[Batch]:
         """Cuts a pool into batches."""
 
     def _random_generator(self, *numbers: int) -> np.random.Generator:
@@ -120,7 +120,7 @@ class PoolLoader(BaseDataLoader):
         with closing(iter(self.loader)) as pools:  # pyright: ignore[reportArgumentType] - a generator
             for pool in pools:
                 after = self.loader.state_dict()
-                parts = self._cut_pool(pool, before["epoch"], before["rows"])
+                parts = self._cut_pool_into_batches(pool, before["epoch"], before["rows"])
                 for number, part in enumerate(parts[skipped:], skipped + 1):
                     self._produced_at = (before, number) if number < len(parts) else (after, 0)
                     yield part
@@ -231,7 +231,7 @@ class WeightedLoader(PoolLoader):
         del start
         return 1
 
-    def _cut_pool(self, pool: Batch, epoch: int, start: int) -> list[Batch]:
+    def _cut_pool_into_batches(self, pool: Batch, epoch: int, start: int) -> list[Batch]:
         if self.loader.tail == "pad":  # padding is no row: it is in no class and has no share
             real = np.flatnonzero(np.asarray(pool[WEIGHTS_KEY]))
             pool = {name: values[real] for name, values in pool.items()}
@@ -347,7 +347,7 @@ class LengthLoader(PoolLoader):
     def _batch_count(self, start: int) -> int:
         return -(-self._max_pool_row_count(start) // self.batch_size)
 
-    def _cut_pool(self, pool: Batch, epoch: int, start: int) -> list[Batch]:
+    def _cut_pool_into_batches(self, pool: Batch, epoch: int, start: int) -> list[Batch]:
         ragged = self.loader._ragged  # noqa: SLF001 - internal to this package
         lengths, count = np.asarray(pool[self._column + LENGTH_SUFFIX]), self._batch_count(start)
         mixed = self._random_generator(epoch, start, self.loader.rank).permutation(len(lengths))
@@ -357,7 +357,7 @@ class LengthLoader(PoolLoader):
                 [ragged[self._column].padded_width(int(length)) for length in lengths[ordered]],
                 np.int64,
             )
-            pieces = balance_batch_sizes(step, count)
+            pieces = cut_into_balanced_batches(step, count)
         else:
             pieces = [len(part) for part in np.array_split(ordered, count)]
         ends = np.cumsum(pieces)
@@ -368,9 +368,9 @@ class LengthLoader(PoolLoader):
             else range(count)
         )
         chosen = [ordered[ends[turn] - pieces[turn] : ends[turn]] for turn in turns]
-        return [self._trim_batch(pool, rows) for rows in chosen]
+        return [self._take_rows_trimmed(pool, rows) for rows in chosen]
 
-    def _trim_batch(self, pool: Batch, rows: Array) -> Batch:
+    def _take_rows_trimmed(self, pool: Batch, rows: Array) -> Batch:
         part = {name: values[rows] for name, values in pool.items()}
         for name, layout in self.loader._ragged.items():  # noqa: SLF001 - internal to this package
             longest = int(np.asarray(part[name + LENGTH_SUFFIX]).max(initial=0))
@@ -378,7 +378,7 @@ class LengthLoader(PoolLoader):
         return part
 
 
-def balance_batch_sizes(widths: Array, count: int) -> list[int]:
+def cut_into_balanced_batches(widths: Array, count: int) -> list[int]:
     """Cuts rows into so many batches that the largest padded size is as small as possible.
 
     Args:

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from farandole.common.check import whole_number
-from farandole.data.arrays import result_wrapper
+from farandole.common.check import check_whole_number
+from farandole.data.arrays import make_result_converter
 from farandole.data.arrow import pa
 from farandole.data.columns import refuse_missing_columns
 from farandole.data.data_loader_base import BaseDataLoader
 from farandole.data.inputs.frames import is_ray_shard, ray_tables
 from farandole.data.inputs.sources import open_source
 from farandole.data.loader import rank_and_size
-from farandole.data.transform import ResultShapes, _result_arrays, column_from_arrow
+from farandole.data.transform import ResultShapeRecord, _check_result_arrays, column_from_arrow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -90,7 +90,7 @@ class StreamLoader(BaseDataLoader):
             ("steps_per_epoch", 1 if steps_per_epoch is None else steps_per_epoch, 1),
             ("shuffle_rows", shuffle_rows, 0),
         ):
-            whole_number(name, value, minimum)
+            check_whole_number(name, value, minimum)
         if isinstance(columns, str):
             raise ValueError(f"columns must be a list of names: {columns!r}")
         shard = is_ray_shard(source)
@@ -118,8 +118,8 @@ class StreamLoader(BaseDataLoader):
                 source if callable(source) else _source_reader(source, self._columns, self.size)
             )
         self._transform = transformation_fn
-        self._shapes = ResultShapes()
-        self._wrap = result_wrapper(framework)
+        self._shapes = ResultShapeRecord()
+        self._wrap = make_result_converter(framework)
         self._start = (0, 0, 0)
         """Start of the next iteration: the pass, the first row of the window, and rows already
         taken from it.
@@ -205,10 +205,10 @@ class StreamLoader(BaseDataLoader):
         if (transform := self._transform) is not None:
 
             def transform_window() -> Generator[dict[str, Any]]:
-                yield _result_arrays(transform(_to_record_batch(window)))
+                yield _check_result_arrays(transform(_to_record_batch(window)))
 
             result = self._shapes.with_known_shapes(
-                _result_arrays(transform(_to_record_batch(table))), transform_window
+                _check_result_arrays(transform(_to_record_batch(table))), transform_window
             )
             return self._wrap(None, result, None)  # pyright: ignore[reportArgumentType]
         arrays = {

@@ -49,7 +49,7 @@ class ElasticAgentPool(ABC):
         """Starts no more workers, and ends all that wait or run."""
 
     @abstractmethod
-    def fewest_refusals(self) -> int:
+    def fewest_consecutive_refusals(self) -> int:
         """Returns how often in a row no worker could start, in the thread or slot with the
         fewest.
         """
@@ -59,7 +59,7 @@ class ElasticAgentPool(ABC):
         return task in self._running
 
     @contextlib.contextmanager
-    def _new_task(self) -> Iterator[int]:
+    def _hold_new_task_number(self) -> Iterator[int]:
         """Yields the number of the next worker, which counts as running inside."""
         with self._lock:
             task = next(self._numbers)
@@ -121,7 +121,7 @@ class ThreadedAgentPool(ElasticAgentPool):
             for thread in self._threads:
                 thread.join(0.1)
 
-    def fewest_refusals(self) -> int:
+    def fewest_consecutive_refusals(self) -> int:
         """Returns how often in a row no worker could start, in the thread with the fewest."""
         return min(self._refusals_in_row)
 
@@ -129,7 +129,7 @@ class ThreadedAgentPool(ElasticAgentPool):
         self._prepare_thread()
         pause = _RESTART_DELAY
         while not self._stopped.is_set():
-            with self._new_task() as task:
+            with self._hold_new_task_number() as task:
                 refused = self._run_worker(task)
             if refused is not None:
                 self.refusals.append(refused)

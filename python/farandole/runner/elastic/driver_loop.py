@@ -111,15 +111,15 @@ class _ElasticJobRun(EventHandler):
     def run(self) -> list[Any]:
         self.pool.start_workers()
         while not self.finished:
-            self.pump_events(_EVENT_WAIT_SECONDS)
+            self.handle_waiting_events(_EVENT_WAIT_SECONDS)
             self.watcher.poll_updates()
             if self.failed is not None:
-                self.pump_events(_EVENT_WAIT_SECONDS)  # a result may come with the exit
+                self.handle_waiting_events(_EVENT_WAIT_SECONDS)  # a result may come with the exit
                 error, origin = self.job_failure(self.failed)
                 raise error from origin
             if self.ends_on_error:
                 self.raise_function_error()
-            if not self.worlds and self.pool.fewest_refusals() >= _MAX_REFUSALS:
+            if not self.worlds and self.pool.fewest_consecutive_refusals() >= _MAX_REFUSALS:
                 raise FarandoleJobError(f"no worker could be started: {self.pool.refusals[-1]}")
             for task, reason in (
                 self.departures.poll_departures() if self.departures is not None else ()
@@ -154,7 +154,7 @@ class _ElasticJobRun(EventHandler):
             ):
                 break
             missing = unfinished
-            self.pump_events(_EVENT_WAIT_SECONDS)
+            self.handle_waiting_events(_EVENT_WAIT_SECONDS)
             self.watcher.poll_updates()
         endings = [self.task_outcome(seat["task"], seat["rank"], seat["host"]) for seat in seats]
         return results_by_rank(endings, len(seats))
@@ -235,5 +235,5 @@ class _ElasticJobRun(EventHandler):
             self.watcher.record_restart(f"world {self.worlds} has {len(seats)} ranks")
 
     def handle_log(self, event: Event) -> None:
-        if self.output.is_streaming:
+        if self.output.streams_worker_lines:
             super().handle_log(event)

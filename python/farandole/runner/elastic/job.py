@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from farandole.common.resource_limits import usable_cores
 from farandole.runner import event_handler, outcome, timelines
-from farandole.runner.agent import worker_environment
+from farandole.runner.agent import worker_environment_changes
 from farandole.runner.backend import LocalBackend
 from farandole.runner.errors import FarandoleJobError
 from farandole.runner.gang import JobOutput, pickle_payload
@@ -68,7 +68,7 @@ class ElasticRunOptions:
         """Whether the job is elastic."""
         return self.discovery is not None or self.min_num_proc is not None
 
-    def check_arguments(self, **hosts: object) -> None:
+    def refuse_contradictions(self, **hosts: object) -> None:
         """Refuses settings that contradict each other.
 
         Args:
@@ -88,7 +88,7 @@ class ElasticRunOptions:
         if self.discovery is not None and named:
             raise ValueError(f"{named[0]} and host_discovery_script exclude each other")
 
-    def as_settings(self) -> dict[str, str]:
+    def given_driver_settings(self) -> dict[str, str]:
         """Returns the given arguments, as settings."""
         settings = {
             "min_num_proc": self.min_num_proc,
@@ -174,17 +174,17 @@ class ElasticBackend(LocalBackend):
             changes.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // size)))
         observer = training.current_run()
         changes |= observer.worker_variables() | timelines.worker_variables()
-        options = self._elastic.as_settings() | {
+        options = self._elastic.given_driver_settings() | {
             "start_timeout": str(start_timeout_seconds(self._start_timeout))
         }
         if self._bind is not None:
             options["bind_address"] = self._bind
-        output = self._streams.open_output(size)
+        output = self._streams.make_job_output(size)
         executable = self._executable or sys.executable
         job = ElasticJob(
             size,
             [executable, "-m", "farandole.runner.worker"],
-            env=worker_environment(changes, {}),
+            env=worker_environment_changes(changes, {}),
             payload=pickle_payload(fn, args, kwargs),
             python=executable,
             same_python=platform.python_version(),
@@ -235,7 +235,7 @@ class _NativeJobRun:
                     self._output.write_line(*value)
                 case "metric":
                     task, rank, name, data = value
-                    event_handler.dispatch_record((task, rank), name, data, self._watcher)
+                    event_handler.dispatch_worker_record((task, rank), name, data, self._watcher)
                 case "loss":
                     self._output.print_message(value)
                     self._watcher.add_event("a worker or a host is out", value)
@@ -243,7 +243,7 @@ class _NativeJobRun:
                     generation, places = value
                     self._hosts = [host for _, host in places]
                     before, self._workers = self._workers, {task for task, _ in places}
-                    description = _describe_world(generation, self._workers, before)
+                    description = _describe_new_world(generation, self._workers, before)
                     self._output.print_message(description, 1 if generation > 1 else 2)
                     self._watcher.set_placements(
                         [
@@ -285,7 +285,7 @@ class _NativeJobRun:
         return outcome.results_by_rank(endings, len(endings))
 
 
-def _describe_world(generation: int, workers: set[int], before: set[int]) -> str:
+def _describe_new_world(generation: int, workers: set[int], before: set[int]) -> str:
     """Describes a new world for the user. If no worker of the world before is in it, state that
     only workers had is lost.
 

@@ -32,17 +32,17 @@ def encode_scalar_events(history: list[Entry]) -> bytes:
         history: one entry per epoch.
     """
     seconds = 0.0
-    parts = [encode_event(0.0, 0, version=FILE_VERSION)]
+    parts = [encode_tensorboard_event(0.0, 0, version=FILE_VERSION)]
     for entry in history:
         seconds += entry.get("seconds", 0.0)
         for name, value in entry_scores(entry).items():
             tag = f"val/{name[4:]}" if name.startswith("val_") else f"train/{name}"
             summary = _encode_summary(tag, value)
-            parts.append(encode_event(seconds, entry["epoch"] + 1, summary=summary))
+            parts.append(encode_tensorboard_event(seconds, entry["epoch"] + 1, summary=summary))
     return b"".join(parts)
 
 
-def encode_event(seconds: float, step: int, *, version: bytes = b"", summary: bytes = b"") -> bytes:
+def encode_tensorboard_event(seconds: float, step: int, *, version: bytes = b"", summary: bytes = b"") -> bytes:
     """Returns an event, as a file has it.
 
     Args:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Entry = dict[str, Any]
 
 
-def flatten_entry(entry: Entry) -> dict[str, float]:
+def flatten_history_entry(entry: Entry) -> dict[str, float]:
     """Returns one entry as one row: `epoch`, `loss`, each metric, the same with `val_` before it,
     `seconds`, `rows`.
 
@@ -35,7 +35,7 @@ def flatten_entry(entry: Entry) -> dict[str, float]:
 
 
 def entry_scores(entry: Entry) -> dict[str, float]:
-    """Returns the losses and metrics of one entry, as in `flatten_entry`.
+    """Returns the losses and metrics of one entry, as in `flatten_history_entry`.
 
     Args:
         entry: One epoch.
@@ -58,7 +58,7 @@ def history_frame(history: list[Entry]) -> pd.DataFrame:
     """
     import pandas as pd
 
-    return pd.DataFrame([flatten_entry(entry) for entry in history])
+    return pd.DataFrame([flatten_history_entry(entry) for entry in history])
 
 
 def entries_from_keras(

@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from farandole._native import store as native
 from farandole.runner import timelines
 from farandole.runner.rank_files import RankFiles
-from farandole.runner.show.history import flatten_entry
+from farandole.runner.show.history import flatten_history_entry
 from farandole.runner.show.run_environment import describe_code, describe_environment
-from farandole.runner.show.run_reporter import RunReporter
+from farandole.runner.show.run_reporter import RunReportReceiver
 from farandole.stores import small_files
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ _NON_SCORE_KEYS = frozenset({"epoch", "seconds", "rows", "rows_per_second"})
 _LOG = logging.getLogger("farandole")
 
 
-class RunJournal(RunReporter):
+class RunJournal(RunReportReceiver):
     """Writes the events and values that a fit's driver receives.
 
     Args:
@@ -273,7 +273,7 @@ class RunJournal(RunReporter):
 
 
 @contextlib.contextmanager
-def write_run_journal(estimator: EstimatorParams, job: Any) -> Iterator[RunJournal | None]:
+def keep_run_journal(estimator: EstimatorParams, job: Any) -> Iterator[RunJournal | None]:
     """Writes the journal of a fit while its job runs.
 
     Args:
@@ -339,23 +339,23 @@ class _EarlierEntries:
             return cls([], {}, [])
         run = native.Store(remote.run_path)
         events: list[Any] = []
-        with _warn_of_damage(), small_files.name_damage(f"{run.url}/{RECORD_FILE}"):
+        with _skip_damaged_content(), small_files.raise_as_damaged_file(f"{run.url}/{RECORD_FILE}"):
             record = small_files.read_json(run, RECORD_FILE) or {}
             events = list(record.get("events") or [])
         epochs: dict[int, dict[str, Any]] = {}
         for source_name, entry in _read_log_lines(run, f"{remote.logs_subdir}/{HISTORY_FILE}"):
-            with _warn_of_damage(), small_files.name_damage(source_name):
-                epochs[int(entry["epoch"])] = flatten_entry(entry)
+            with _skip_damaged_content(), small_files.raise_as_damaged_file(source_name):
+                epochs[int(entry["epoch"])] = flatten_history_entry(entry)
         steps: list[dict[str, Any]] = []
         for source_name, step in _read_log_lines(run, f"{remote.logs_subdir}/{STEPS_FILE}"):
-            with _warn_of_damage(), small_files.name_damage(source_name):
+            with _skip_damaged_content(), small_files.raise_as_damaged_file(source_name):
                 if _is_number(step.get("epoch")):
                     steps.append(step)
         return cls(events, epochs, steps)
 
 
 def _read_log_lines(run: native.Store, name: str) -> list[tuple[str, Any]]:
-    with _warn_of_damage():
+    with _skip_damaged_content():
         lines, faults = small_files.read_json_lines(run, name)
         if faults:
             _LOG.warning("%s (%d damaged lines)", faults[0], len(faults))
@@ -364,7 +364,7 @@ def _read_log_lines(run: native.Store, name: str) -> list[tuple[str, Any]]:
 
 
 @contextlib.contextmanager
-def _warn_of_damage() -> Iterator[None]:
+def _skip_damaged_content() -> Iterator[None]:
     """Logs that a file is damaged, and leaves it out."""
     try:
         yield

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 
-class RunReporter:
+class RunReportReceiver:
     """Receives nothing; each receiver derives from it."""
 
     def put_row(self, run: str, key: str, body: dict[str, Any], *, logged: bool = True) -> None:

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from farandole.runner import timelines
 from farandole.runner.job_observer import REPORTS_VARIABLE, JobObserver
-from farandole.runner.show.history import flatten_entry
+from farandole.runner.show.history import flatten_history_entry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from farandole.runner.show.run_reporter import RunReporter
+    from farandole.runner.show.run_reporter import RunReportReceiver
 
 _STEP_INTERVAL = 0.5
 _RANK_INTERVAL = 1.0
@@ -53,14 +53,14 @@ class TrainingRun(JobObserver):
 
     def __init__(
         self,
-        shim: RunReporter | None,
+        shim: RunReportReceiver | None,
         name: str = "",
         kind: str = "",
         parameters: Mapping[str, Any] = {},
-        others: Iterable[RunReporter | None] = (),
+        others: Iterable[RunReportReceiver | None] = (),
     ) -> None:
         self._shim = shim
-        self._reporters: list[RunReporter] = [one for one in (shim, *others) if one is not None]
+        self._reporters: list[RunReportReceiver] = [one for one in (shim, *others) if one is not None]
         self._id = f"{int(time.time() * 1000):x}-{secrets.token_hex(3)}"
         self._run: dict[str, Any] = {
             "name": name,
@@ -146,7 +146,7 @@ class TrainingRun(JobObserver):
         """
         return executor in self._executors.values()
 
-    def executor_of(self, rank: int | None) -> str | None:
+    def executor_of_rank(self, rank: int | None) -> str | None:
         """Returns the executor of a rank; `None` where it is not known.
 
         Args:
@@ -219,7 +219,7 @@ class TrainingRun(JobObserver):
             entry = record["entry"]
             numbers = {
                 name: value
-                for name, value in flatten_entry(entry).items()
+                for name, value in flatten_history_entry(entry).items()
                 if name not in _HIDDEN_ENTRY_KEYS
             }
             body = {"epoch": entry["epoch"], "loss": numbers.get("loss"), "values": numbers}
@@ -316,11 +316,11 @@ class TrainingRun(JobObserver):
 
 @contextlib.contextmanager
 def report_run(
-    shim: RunReporter | None,
+    shim: RunReportReceiver | None,
     name: str,
     kind: str,
     parameters: Mapping[str, Any] = {},
-    *others: RunReporter | None,
+    *others: RunReportReceiver | None,
 ) -> Iterator[TrainingRun]:
     """Reports the events of the run inside to the plugin and other receivers.
 

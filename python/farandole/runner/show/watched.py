@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from farandole._native import store as native
 from farandole.runner import timelines
 from farandole.runner.errors import FarandoleJobError
-from farandole.runner.event_handler import dispatch_record
+from farandole.runner.event_handler import dispatch_worker_record
 from farandole.runner.show.journal import HISTORY_FILE, OUTPUT_DIRECTORY, RunJournal
 from farandole.runner.show.training import current_run, report_run
 from farandole.stores.store import Store
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator
 
-    from farandole.runner.show.run_reporter import RunReporter
+    from farandole.runner.show.run_reporter import RunReportReceiver
 
 DEFAULT_STORE: Final = "farandole-runs"
 """The store if none is named: a directory in the current one."""
@@ -69,12 +69,12 @@ def _history_entry(values: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def view_run(
+def record_run_for_viewer(
     ui: bool | str | os.PathLike[str] | Store,
     function: Callable[..., Any] | str,
     size: int | None,
     kind: str = "run",
-    shim: RunReporter | None = None,
+    shim: RunReportReceiver | None = None,
     *,
     writes_output: bool = False,
 ) -> Iterator[str | None]:
@@ -144,7 +144,7 @@ class Watch:
     def __init__(self, store: str | None, name: str, size: int) -> None:
         self._run = contextlib.ExitStack()
         self._store = store or str(Path(DEFAULT_STORE))
-        self.folder = self._run.enter_context(view_run(self._store, name, size))
+        self.folder = self._run.enter_context(record_run_for_viewer(self._store, name, size))
         self._training = current_run()
 
     def world(self, generation: int, places: list[tuple[int, str]]) -> None:
@@ -169,7 +169,7 @@ class Watch:
             kind: Kind of the record.
             data: Content of the record.
         """
-        dispatch_record((task, rank), kind, data, self._training)
+        dispatch_worker_record((task, rank), kind, data, self._training)
 
     def loss(self, description: str) -> None:
         """Reports the loss of a worker or a host.

@@ -11,13 +11,13 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from farandole.common.check import integer_at_least
+from farandole.common.check import make_minimum_check
 from farandole.runner import environment
-from farandole.runner.backend import Backend, LocalBackend, elastic_bounds
+from farandole.runner.backend import Backend, LocalBackend, given_size_bounds
 from farandole.runner.gang import JobOutput
 from farandole.runner.limits import spark_start_timeout_seconds
 from farandole.spark import runner
-from farandole.spark.job.session import SparkCluster
+from farandole.spark.job.session import SparkSessionAdapter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -69,7 +69,7 @@ def default_num_proc() -> int:
     return context.defaultParallelism
 
 
-class DriverStream:
+class CurrentStandardStream:
     """The present `sys.stdout` or `sys.stderr`, which a progress bar replaces while it shows.
 
     Args:
@@ -117,8 +117,8 @@ class SparkBackend(Backend):
         max_num_proc: int | None = None,
         **kwargs: Any,
     ) -> None:
-        self._num_proc = None if num_proc is None else integer_at_least(1)("num_proc", num_proc)
-        self._bounds = elastic_bounds(num_proc, min_num_proc, max_num_proc)
+        self._num_proc = None if num_proc is None else make_minimum_check(1)("num_proc", num_proc)
+        self._bounds = given_size_bounds(num_proc, min_num_proc, max_num_proc)
         self._env = dict(env) if env is not None else None
         if isinstance(pass_env, str) or not all(isinstance(one, str) for one in pass_env):
             raise TypeError(f"pass_env is a list of names and patterns of variables: {pass_env!r}")
@@ -145,11 +145,11 @@ class SparkBackend(Backend):
         """Like `Backend.run`; also raises the errors of `farandole.spark.run`."""
         base: dict[str, str | None] = dict(self._env or {})
         if self._env is None:
-            taken, left = environment.select_variables(
+            taken, left = environment.split_forwarded_variables(
                 os.environ, self._pass_env, _DRIVER_ONLY_VARIABLES
             )
             base |= taken
-            self._report_unforwarded(left)
+            self._report_unforwarded_variables(left)
         merged = {
             name: value
             for name, value in (base | dict(env or {})).items()
@@ -161,7 +161,7 @@ class SparkBackend(Backend):
             return runner.run_elastic(fn, args, kwargs, self._num_proc, **more)
         return runner.run(fn, args, kwargs, self.num_processes(), **more)
 
-    def _report_unforwarded(self, left: Sequence[str]) -> None:
+    def _report_unforwarded_variables(self, left: Sequence[str]) -> None:
         if left:
             output = JobOutput(
                 self._kwargs.get("stdout"),
@@ -189,7 +189,7 @@ class SparkBackend(Backend):
         if self._num_proc is None:
             most = self._bounds.get("max_num_proc")
             return (
-                SparkCluster.from_active_session().default_parallelism() if most is None else most
+                SparkSessionAdapter.from_active_session().default_parallelism() if most is None else most
             )
         return self._num_proc
 
@@ -199,7 +199,7 @@ class SparkBackend(Backend):
 
     def check(self) -> None:
         """Like `Backend.check`."""
-        SparkCluster.from_active_session().check_job_size(
+        SparkSessionAdapter.from_active_session().check_job_size(
             self._bounds.get("min_num_proc") or self.num_processes()
         )
         spark_start_timeout_seconds(self._kwargs.get("start_timeout"))

@@ -140,7 +140,7 @@ class NVTabularDataModule:
         raise NotImplementedError(_NVTABULAR_RETIRED_MESSAGE)
 
 
-def check_data_module(module: Any) -> Any:
+def resolve_data_module_class(module: Any) -> Any:
     """Returns the class to build, or `None` where the native reader does.
 
     Args:

@@ -24,26 +24,26 @@ from pyspark.ml.base import _FitMultipleIterator
 
 from farandole.data.columns import ColumnRoles, check_columns_present
 from farandole.data.learning import LEARNED_FILL_WORDS, EncodingSpec
-from farandole.data.splits import resolve_split
+from farandole.data.splits import resolve_validation_split
 from farandole.runner.errors import FarandoleJobError
-from farandole.runner.show.journal import write_run_journal
+from farandole.runner.show.journal import keep_run_journal
 from farandole.runner.show.training import report_run
 from farandole.runner.timelines import collect_timelines
-from farandole.spark.common.backend import DriverStream, SparkBackend
-from farandole.spark.common.data.data_cleanup import delete_old_data
-from farandole.spark.common.data.encoded_copies import use_encoded_copy
-from farandole.spark.common.data.existing_data import ExistingDataPaths, share_prepared_data
+from farandole.spark.common.backend import CurrentStandardStream, SparkBackend
+from farandole.spark.common.data.data_cleanup import delete_stale_prepared_data
+from farandole.spark.common.data.encoded_copies import hold_encoded_data
+from farandole.spark.common.data.existing_data import ExistingDataPaths, hold_prepared_data_leases
 from farandole.spark.common.data.prepare import declare_same_rows, find_existing_data, prepare_data
 from farandole.spark.common.data.reading import training_data_spec
 from farandole.spark.common.data.schema import check_types
-from farandole.spark.common.data.training_statistics import with_statistics, with_stored_statistics
+from farandole.spark.common.data.training_statistics import add_statistics_to_prepared_data, add_statistics_to_existing_data
 from farandole.spark.common.model.base import (
     FarandoleModel,
-    check_class_columns,
+    refuse_class_columns_for_values,
     require_output_form,
 )
 from farandole.spark.common.model.classes import ClassificationParams
-from farandole.spark.common.model.signature import describe_mapping, input_signature
+from farandole.spark.common.model.signature import describe_column_mapping, input_signature
 from farandole.spark.common.params import EstimatorParams
 from farandole.spark.common.runs.digests import value_digest
 from farandole.spark.common.runs.driver import (
@@ -60,12 +60,12 @@ from farandole.spark.common.runs.fingerprint import (
 )
 from farandole.spark.common.runs.finite_loss import NotFiniteError
 from farandole.spark.common.runs.stop_request import StopRequest
-from farandole.spark.common.runs.trackers import create_trackers, plain_parameters
+from farandole.spark.common.runs.trackers import create_trackers, loggable_parameters
 from farandole.spark.common.show.progress import ProgressDisplay, create_progress_display
 from farandole.spark.common.training_plan import FitResources
-from farandole.spark.job.session import SparkCluster
+from farandole.spark.job.session import SparkSessionAdapter
 from farandole.spark.shim import SparkPlugin
-from farandole.stores.local_paths import executor_hosts, local_path_warning
+from farandole.stores.local_paths import executor_hosts, unshared_path_warning
 
 if TYPE_CHECKING:
     import os
@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     from farandole.spark.common.data.existing_data import Paths
     from farandole.spark.common.runs.fingerprint import FingerprintPart
     from farandole.spark.common.runs.tracking import Tracker
-    from farandole.spark.common.training_plan import TrainingPlan
+    from farandole.spark.common.training_plan import FrameworkTrainingJob
     from farandole.stores.store import AbstractFilesystemStore
 
 
@@ -202,7 +202,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
         if ui and self.getStore() is not None:
             from farandole.ui import announce, show
 
-            announce(show(self._filesystem_store()), "the runs of this store are at")
+            announce(show(self._store_as_filesystem()), "the runs of this store are at")
 
     def _fit(self, dataset: DataFrame) -> Any:
         if not hasattr(dataset, "mapInArrow"):
@@ -213,13 +213,13 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
                 "fit does not take a streaming DataFrame: write the stream to a table and fit the "
                 "table"
             )
-        roles, store, wanted = self._column_roles(), self._filesystem_store(), self.getStatistics()
+        roles, store, wanted = self._column_roles(), self._store_as_filesystem(), self.getStatistics()
         check_columns_present(roles, dataset.columns, "DataFrame")
         texts = self.getTransformationFn() is not None
         check_types(roles, dataset.schema, texts=texts, categories=self.getCategories())
-        with self._begin_fit() as fit:
-            hosts = executor_hosts(SparkCluster.from_active_session().context)
-            warning = local_path_warning(store.prefix_path, hosts)
+        with self._open_fit_resources() as fit:
+            hosts = executor_hosts(SparkSessionAdapter.from_active_session().context)
+            warning = unshared_path_warning(store.prefix_path, hosts)
             if warning is not None:
                 warnings.warn(warning, stacklevel=4)
             fit.shown.show_message("preparing data")
@@ -237,59 +237,59 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
                 allow_nan=self.getAllowNan(),
                 compress_sparse=self.getCompressSparseCols(),
             ) as prepared:
-                self._show_prepared_data(prepared, fit.shown)
+                self._report_data_and_clean_up(prepared, fit.shown)
                 return self._train(
-                    fit, with_statistics(prepared, dataset, dataset.columns, roles, wanted=wanted)
+                    fit, add_statistics_to_prepared_data(prepared, dataset, dataset.columns, roles, wanted=wanted)
                 )
 
     def _fit_table(self, dataset: Any) -> Any:
         """Fits on rows that Spark does not hold: a pyarrow, pandas or polars table, or a pyarrow
         dataset.
         """
-        from farandole.data.inputs.frames import holds_rows
+        from farandole.data.inputs.frames import is_row_container
         from farandole.data.inputs.sources import open_source
-        from farandole.data.prepare import prepare_source, writer_spec
+        from farandole.data.prepare import prepare_source, native_writer_spec
 
-        if not holds_rows(dataset):
+        if not is_row_container(dataset):
             kind = type(dataset)
             raise TypeError(
                 "fit takes a Spark DataFrame, or a pyarrow, pandas or polars table, "
                 f"this is a {kind.__module__}.{kind.__qualname__}"
             )
         self._check_params()
-        roles, store, wanted = self._column_roles(), self._filesystem_store(), self.getStatistics()
+        roles, store, wanted = self._column_roles(), self._store_as_filesystem(), self.getStatistics()
         source = open_source(dataset)
         names = source.schema.names
         check_columns_present(roles, names, "table")
         seed, allow_nan = self.getRandomSeed() or 0, self.getAllowNan()
-        with self._begin_fit() as fit:
+        with self._open_fit_resources() as fit:
             fit.shown.show_message("preparing data")
-            spec = writer_spec(roles, seed, self.getFill(), allow_nan=allow_nan)
+            spec = native_writer_spec(roles, seed, self.getFill(), allow_nan=allow_nan)
             with prepare_source(
                 source, store, roles, spec, "fit", self._encoding_spec()
             ) as prepared:
-                self._show_prepared_data(prepared, fit.shown)
+                self._report_data_and_clean_up(prepared, fit.shown)
                 return self._train(
-                    fit, with_statistics(prepared, source, names, roles, wanted=wanted)
+                    fit, add_statistics_to_prepared_data(prepared, source, names, roles, wanted=wanted)
                 )
 
     def _fit_existing_data(self, dataset_idx: int | None, given: ExistingDataPaths | None) -> Any:
         self._check_params()
-        roles, store, wanted = self._column_roles(), self._filesystem_store(), self.getStatistics()
+        roles, store, wanted = self._column_roles(), self._store_as_filesystem(), self.getStatistics()
         where = given or ExistingDataPaths.from_store(store, dataset_idx)
         # Shared before the data is opened, so that no process deletes it in between.
-        with share_prepared_data(where):
+        with hold_prepared_data_leases(where):
             found = find_existing_data(store, roles, dataset_idx, where)
             wish = replace(self._encoding_spec(), split=None)  # it is split already
-            made = use_encoded_copy(store, found, where, roles, wish, allow_nan=self.getAllowNan())
-            with self._begin_fit(writes=store.saving_runs()) as fit, made as prepared:
+            made = hold_encoded_data(store, found, where, roles, wish, allow_nan=self.getAllowNan())
+            with self._open_fit_resources(writes=store.saving_runs()) as fit, made as prepared:
                 fit.shown.show_message(_prepared_data_summary(prepared))
                 return self._train(
-                    fit, with_stored_statistics(prepared, where.train, roles, wanted=wanted)
+                    fit, add_statistics_to_existing_data(prepared, where.train, roles, wanted=wanted)
                 )
 
     @contextlib.contextmanager
-    def _begin_fit(self, *, writes: bool = True) -> Iterator[FitResources]:
+    def _open_fit_resources(self, *, writes: bool = True) -> Iterator[FitResources]:
         """Checks where the fit runs and writes, and shows its progress inside the context.
 
         Args:
@@ -301,27 +301,27 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
         """
         backend = self._create_backend()
         if writes:
-            self._filesystem_store().check_writable()
+            self._store_as_filesystem().check_writable()
         backend.check()
         with create_progress_display(self.getVerbose()) as shown:
             yield FitResources(backend, shown)
 
-    def _show_prepared_data(self, prepared: Prepared, shown: ProgressDisplay) -> None:
+    def _report_data_and_clean_up(self, prepared: Prepared, shown: ProgressDisplay) -> None:
         """Says which rows this fit has prepared, and deletes old rows of other fits."""
         shown.show_message(_prepared_data_summary(prepared))
-        store, tell = self._filesystem_store(), shown.show_message
-        delete_old_data(store, self.getGcOlderThan(), self.getGcMaxSize(), tell)
+        store, tell = self._store_as_filesystem(), shown.show_message
+        delete_stale_prepared_data(store, self.getGcOlderThan(), self.getGcMaxSize(), tell)
 
     def _train(self, fit: FitResources, prepared: Prepared) -> FarandoleModel:
         """Trains on prepared data, and returns the fitted model."""
         plan = self._plan_training(prepared, fit.backend)
         if plan.output_words:
-            fit.shown.show_message(describe_mapping(plan.inputs, plan.output_words))
+            fit.shown.show_message(describe_column_mapping(plan.inputs, plan.output_words))
         with (
-            self._hold_run(plan.job, plan.fingerprint, fit.shown) as job,
+            self._hold_checked_run(plan.job, plan.fingerprint, fit.shown) as job,
             create_trackers(self, job, prepared, plan.fingerprint) as tracker,
         ):
-            trained = self._launch_job(fit, plan.train, job, tracker)[0]
+            trained = self._run_job_with_retries(fit, plan.train, job, tracker)[0]
             model = plan.load_result(trained)
             tracker.log_model(model, self._flavor, plan.create_example(model))
         return self.get_model_class()(
@@ -341,7 +341,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
         """Returns the class of the fitted model."""
         raise NotImplementedError
 
-    def _plan_training(self, prepared: Prepared, backend: Backend) -> TrainingPlan:
+    def _plan_training(self, prepared: Prepared, backend: Backend) -> FrameworkTrainingJob:
         """Returns what the framework makes of prepared data, after the checks that are possible
         before workers start.
 
@@ -370,7 +370,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
         both = sorted(set(self._column_roles().features) & set(self.getLabelCols()))
         if both:
             raise ValueError(f"a column is both a feature and a label: {', '.join(both)}")
-        if not self._filesystem_store().saving_runs():
+        if not self._store_as_filesystem().saving_runs():
             self._refuse_options_that_need_runs()
         fill = self.getFill() if isinstance(self.getFill(), dict) else {}
         unused = sorted(set(fill) - {"*", *self._column_roles().stored_columns})
@@ -386,14 +386,14 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
                 f"categories must be features or labels; these are neither: {', '.join(strange)}"
             )
         self._validation_split()  # refuses what does not go together
-        columns = self._class_columns() | (
+        columns = self._requested_class_columns() | (
             {} if self.getThresholds() is None else {"thresholds": ""}
         )
         if columns:
             form = require_output_form(
                 next(iter(columns)), self._output_form(), self.getLabelCols()
             )
-            check_class_columns(columns, form, self.getThresholds())
+            refuse_class_columns_for_values(columns, form, self.getThresholds())
         weights = self.getLossWeights()
         if weights is not None and len(weights) != len(self.getLabelCols()):
             raise ValueError(
@@ -412,7 +412,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
                 "tensorboard=True writes into the directory of the run, so the store must save runs"
             )
 
-    def _launch_job(
+    def _run_job_with_retries(
         self, fit: FitResources, train: Callable[[Any], Any], job: Any, tracker: Tracker
     ) -> list[Any]:
         """Runs a job's training function, and repeats it after a failure if the user asked for
@@ -450,12 +450,12 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
             more["on_progress"] = handle_report
         left = self.getMaxRestarts() if self.getOnFailure() == "restart" else 0
         with (
-            write_run_journal(self, job) as journal,
+            keep_run_journal(self, job) as journal,
             report_run(
                 SparkPlugin.from_active_context(),
                 job.run_id,
                 type(self).__name__,
-                plain_parameters(self),
+                loggable_parameters(self),
                 journal,
                 shown.rank_reporter(),
             ) as run,
@@ -508,7 +508,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
         step = value_digest(self.getBatchSize() * self.getBackwardPassesPerStep() * processes)
         step_totals = {"batch_size": step, "backward_passes_per_step": step}
         length = tuple(parameter_parts(self, (), LENGTH_PARAMS))
-        return Fingerprint(parts, length).with_totals({**step_totals, **totals}, processes)
+        return Fingerprint(parts, length).with_process_independent_totals({**step_totals, **totals}, processes)
 
     def _job_fields(
         self, prepared: Prepared, fingerprint: Fingerprint, unseeded: int | None = None
@@ -516,7 +516,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
         """Returns the fields of a job that all frameworks have, but the user's objects."""
         run_id, names = self._new_run_id(fingerprint), self._column_roles().stored_columns
         return {
-            "store": self._filesystem_store().to_remote(run_id, prepared.index),
+            "store": self._store_as_filesystem().to_remote(run_id, prepared.index),
             "run_id": run_id,
             "data": training_data_spec(self, prepared, names, unseeded),
             "weight": self.getSampleWeightCol(),
@@ -527,7 +527,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
         raise NotImplementedError
 
     @contextlib.contextmanager
-    def _hold_run(
+    def _hold_checked_run(
         self, job: Any, fingerprint: Fingerprint, shown: ProgressDisplay
     ) -> Iterator[Any]:
         """Holds the lease of a run, checks the run's fingerprint, and reports the epoch at which
@@ -549,7 +549,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
                 job.store, job.run_id, fingerprint, epochs, force=force, tell=shown.show_message
             )
             checkpoint = job.file_paths().get("checkpoint")
-            if checkpoint is not None and self._filesystem_store().exists(checkpoint):
+            if checkpoint is not None and self._store_as_filesystem().exists(checkpoint):
                 shown.show_message(
                     f"run {job.run_id} continues from its checkpoint {checkpoint}, up to epoch "
                     f"{epochs}"
@@ -558,13 +558,13 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
 
     def _create_backend(self) -> Backend:
         if self.getBackend() is not None:
-            return cast("Backend", self.getBackend()).through(self._filesystem_store())
+            return cast("Backend", self.getBackend()).through(self._store_as_filesystem())
         verbose = self.getVerbose()
         streams: dict[str, Any] = {
-            name: DriverStream(name) for name in ("stdout", "stderr") if verbose > 1
+            name: CurrentStandardStream(name) for name in ("stdout", "stderr") if verbose > 1
         }
         return SparkBackend(
-            self.getNumProc(), verbose=verbose, store=self._filesystem_store(), **streams
+            self.getNumProc(), verbose=verbose, store=self._store_as_filesystem(), **streams
         )
 
     def _worker_environment(self) -> dict[str, str]:
@@ -573,7 +573,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
         """
         return {}
 
-    def _filesystem_store(self) -> AbstractFilesystemStore:
+    def _store_as_filesystem(self) -> AbstractFilesystemStore:
         return cast("AbstractFilesystemStore", self.getStore())
 
     def _encoding_spec(self) -> EncodingSpec:
@@ -591,7 +591,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
         alone.
         """
         columns = self.getValidationStratify(), self.getValidationGroup(), self.getValidationTime()
-        return resolve_split(self.getValidation(), *columns, self.getRandomSeed() or 0)
+        return resolve_validation_split(self.getValidation(), *columns, self.getRandomSeed() or 0)
 
     def _inherited_params(self, prepared: Prepared) -> dict[str, Any]:
         """Returns the parameters that the fitted model inherits: categories, fill values,
@@ -600,7 +600,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
         Args:
             prepared: the training data.
         """
-        given, asked = self.getFill(), {"verbose": self.getVerbose(), **self._class_params()}
+        given, asked = self.getFill(), {"verbose": self.getVerbose(), **self._set_class_params()}
         if form := self._output_form():
             asked["output_form"] = form
         if self.getTransformationFn() is not None:

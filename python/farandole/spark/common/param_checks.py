@@ -13,7 +13,7 @@ from datetime import timedelta
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
-from farandole.common.check import byte_count, column_names, nonempty_text, positive_number
+from farandole.common.check import byte_count, column_names, check_nonempty_text, check_positive_number
 from farandole.stores import run_names
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def check_statistics(name: str, value: Any) -> dict[str, Any] | None:
 
 def check_run_id(name: str, value: Any) -> str:
     """Returns a string that is a path below the directory of runs."""
-    run_names.check_run_id(nonempty_text(name, value), name)
+    run_names.check_run_id(check_nonempty_text(name, value), name)
     return value
 
 
@@ -130,7 +130,7 @@ def parse_age(name: str, value: Any) -> float:
                 f"{name} must be an age with a unit, such as 90s, 30m, 12h, 7d or 4w: {value!r}"
             )
         value = int(number) * unit
-    return positive_number(name, value)
+    return check_positive_number(name, value)
 
 
 _BYTES_PER_UNIT = {"B": 1}
@@ -191,7 +191,7 @@ def check_edit_fields(name: str, value: Any) -> list[tuple[str, str, tuple[int, 
 def check_validation_value(name: str, value: Any) -> float | str:
     """Returns a share of rows, or the name of a column."""
     if isinstance(value, str):
-        return nonempty_text(name, value)
+        return check_nonempty_text(name, value)
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a share of rows or a column name: {value!r}")
     if not 0 <= float(value) < 1:

@@ -27,10 +27,10 @@ class EstimatorParams(DeclaredParams):
 
     num_proc: Parameter[int] = Parameter(
         "Training processes, instead of `backend`; without both, Spark's default parallelism.",
-        check.integer_at_least(1),
+        check.make_minimum_check(1),
         default=None,
     )
-    model: Parameter[Any] = Parameter("The model to train.", check.any_value, default=None)
+    model: Parameter[Any] = Parameter("The model to train.", check.accept_any_value, default=None)
     backend: Parameter[Backend] = Parameter(
         "Where processes run, instead of `num_proc`: `SparkBackend`, `LocalBackend`.",
         param_checks.check_backend,
@@ -42,24 +42,24 @@ class EstimatorParams(DeclaredParams):
         default=None,
     )
     optimizer: Parameter[Any] = Parameter(
-        "The optimizer over the model's parameters.", check.any_value, default=None
+        "The optimizer over the model's parameters.", check.accept_any_value, default=None
     )
     loss: Parameter[Any] = Parameter(
-        "The loss, or a list of one per label column.", check.any_value, default=None
+        "The loss, or a list of one per label column.", check.accept_any_value, default=None
     )
     loss_weights: Parameter[Sequence[float]] = Parameter(
         "Weight of each label's loss; without them, the weights are equal.",
-        check.number_list,
+        check.check_number_list,
         default=None,
     )
     sample_weight_col: Parameter[str] = Parameter(
         "Column with each row's weight in the loss, and in the `weighted_metrics` of a Keras "
         "model.",
-        check.nonempty_text,
+        check.check_nonempty_text,
         default=None,
     )
     metrics: Parameter[Any] = Parameter(
-        "Functions of (output, label), averaged over rows.", check.callable_list, default=[]
+        "Functions of (output, label), averaged over rows.", check.check_callable_list, default=[]
     )
     feature_cols: Parameter[Sequence[str | Sequence[str]]] = Parameter(
         "Columns for the model, one input each; a list in the list makes one input of several "
@@ -78,50 +78,50 @@ class EstimatorParams(DeclaredParams):
     validation_stratify: Parameter[str] = Parameter(
         "Column of classes: the share `validation` is held out of each, of every class with two "
         "rows at least one.",
-        check.optional_value(check.nonempty_text),
+        check.make_optional_check(check.check_nonempty_text),
         default=None,
     )
     validation_group: Parameter[str] = Parameter(
         "Column of groups: all rows of a group are on one side.",
-        check.optional_value(check.nonempty_text),
+        check.make_optional_check(check.check_nonempty_text),
         default=None,
     )
     validation_time: Parameter[str] = Parameter(
         "Column of times or numbers: the latest rows are held out.",
-        check.optional_value(check.nonempty_text),
+        check.make_optional_check(check.check_nonempty_text),
         default=None,
     )
     batch_size: Parameter[int] = Parameter(
-        "Rows per step and process.", check.integer_at_least(1), default=32
+        "Rows per step and process.", check.make_minimum_check(1), default=32
     )
     val_batch_size: Parameter[int] = Parameter(
         "The same for validation; without it, `batch_size`.",
-        check.integer_at_least(1),
+        check.make_minimum_check(1),
         default=None,
     )
     epochs: Parameter[int] = Parameter(
-        "Number of passes over the rows.", check.integer_at_least(1), default=1
+        "Number of passes over the rows.", check.make_minimum_check(1), default=1
     )
     verbose: Parameter[int] = Parameter(
-        "0 silent, 1 progress, 2 also what workers print.", check.integer_at_least(0), default=1
+        "0 silent, 1 progress, 2 also what workers print.", check.make_minimum_check(0), default=1
     )
     callbacks: Parameter[Sequence[Any]] = Parameter(
-        "Called on every rank while the model trains.", check.value_list, default=[]
+        "Called on every rank while the model trains.", check.check_value_list, default=[]
     )
     random_seed: Parameter[int] = Parameter(
-        "Seed of the split, the order and the framework.", check.integer_at_least(0), default=None
+        "Seed of the split, the order and the framework.", check.make_minimum_check(0), default=None
     )
     shuffle: Parameter[bool] = Parameter(
-        "Whether each epoch has its own order.", check.boolean_flag, default=True
+        "Whether each epoch has its own order.", check.check_boolean_flag, default=True
     )
     shuffle_buffer_size: Parameter[int] = Parameter(
         "Ignored.",
-        check.deprecated_argument("the order of an epoch does not depend on a buffer"),
+        check.make_deprecated_check("the order of an epoch does not depend on a buffer"),
         default=None,
         horovod_name="ShufflingBufferSize",
     )
     partitions_per_process: Parameter[int] = Parameter(
-        "Largest number of prepared files per process.", check.integer_at_least(1), default=10
+        "Largest number of prepared files per process.", check.make_minimum_check(1), default=10
     )
     run_id: Parameter[str] = Parameter(
         "Name of the run; without it, the framework and the time. The checkpoint of an existing "
@@ -132,37 +132,37 @@ class EstimatorParams(DeclaredParams):
     resume: Parameter[str] = Parameter(
         '`"force"` also continues a run that was started with other data, another model or other '
         "parameters.",
-        check.one_of("auto", "force"),
+        check.make_choice_check("auto", "force"),
         default="auto",
     )
     gc_older_than: Parameter[str | float | timedelta] = Parameter(
         "`fit` deletes prepared data of the store that is older and not in use: an age such as "
         "`30d`, or seconds.",
-        check.optional_value(param_checks.parse_age),
+        check.make_optional_check(param_checks.parse_age),
         default=None,
     )
     gc_max_size: Parameter[str | int] = Parameter(
         "`fit` deletes the oldest prepared data of the store that is not in use, until all of it, "
         "with data in use, takes no more than this: a size such as `500GB` or `20GiB`, or bytes.",
-        check.optional_value(param_checks.parse_size),
+        check.make_optional_check(param_checks.parse_size),
         default=None,
     )
     train_steps_per_epoch: Parameter[int] = Parameter(
         "Training steps per epoch, fewer or more than one pass over the rows takes.",
-        check.integer_at_least(1),
+        check.make_minimum_check(1),
         default=None,
     )
     validation_steps_per_epoch: Parameter[int] = Parameter(
-        "The same for validation.", check.integer_at_least(1), default=None
+        "The same for validation.", check.make_minimum_check(1), default=None
     )
     label_shapes: Parameter[Sequence[Sequence[int]]] = Parameter(
-        "Shape of each label's tensor, -1 for its rows.", check.shape_list, default=None
+        "Shape of each label's tensor, -1 for its rows.", check.check_shape_list, default=None
     )
     use_gpu: Parameter[bool] = Parameter(
-        "Train on GPUs if every process sees one.", check.boolean_flag, default=True
+        "Train on GPUs if every process sees one.", check.check_boolean_flag, default=True
     )
     backward_passes_per_step: Parameter[int] = Parameter(
-        "Batches whose gradients make one step.", check.integer_at_least(1), default=1
+        "Batches whose gradients make one step.", check.make_minimum_check(1), default=1
     )
     gradient_compression: Parameter[Any] = Parameter(
         "Compression of gradients between processes, such as `farandole.torch.Compression.fp16`.",
@@ -172,7 +172,7 @@ class EstimatorParams(DeclaredParams):
     transformation_fn: Parameter[Callable[..., Any]] = Parameter(
         "Changes the values of each row, a dict by column, in the training processes; if marked by "
         "`farandole.spark.common.transform.batched`, of whole batches.",
-        check.callable_value,
+        check.check_callable_value,
         default=None,
     )
     transformation_edit_fields: Parameter[Sequence[Any]] = Parameter(
@@ -181,44 +181,44 @@ class EstimatorParams(DeclaredParams):
         default=None,
     )
     transformation_removed_fields: Parameter[Sequence[str]] = Parameter(
-        "Columns it removes.", check.column_names_or_none, default=None
+        "Columns it removes.", check.check_optional_column_names, default=None
     )
     train_reader_num_workers: Parameter[int] = Parameter(
         "Reading threads per process.",
-        check.integer_at_least(1),
+        check.make_minimum_check(1),
         default=2,
         horovod_name="TrainReaderNumWorker",
     )
     val_reader_num_workers: Parameter[int] = Parameter(
         "The same for validation.",
-        check.integer_at_least(1),
+        check.make_minimum_check(1),
         default=2,
         horovod_name="ValReaderNumWorker",
     )
     reader_pool_type: Parameter[str] = Parameter(
         "Accepted for compatibility with Horovod: readers are native threads.",
-        check.one_of("thread", "process", "dummy"),
+        check.make_choice_check("thread", "process", "dummy"),
         default="thread",
     )
     inmemory_cache_all: Parameter[bool] = Parameter(
         "Whether each process keeps its rows in memory after the first epoch.",
-        check.boolean_flag,
+        check.check_boolean_flag,
         default=False,
         horovod_name="InMemoryCacheAll",
     )
     mp_start_method: Parameter[str] = Parameter(
         "Start method of processes that a training process starts.",
-        check.one_of(*multiprocessing.get_all_start_methods()),
+        check.make_choice_check(*multiprocessing.get_all_start_methods()),
         default=None,
     )
     tensorflow_dataset_prefetch_buffer_size: Parameter[int] = Parameter(
         "Of Keras on TensorFlow: batches prepared ahead; 0 leaves it to Keras.",
-        check.integer_at_least(0),
+        check.make_minimum_check(0),
         default=0,
     )
     compress_sparse_cols: Parameter[bool] = Parameter(
         "Whether prepared vectors, which are dense, are compressed.",
-        check.boolean_flag,
+        check.check_boolean_flag,
         default=False,
     )
     fill: Parameter[Any] = Parameter(
@@ -248,46 +248,46 @@ class EstimatorParams(DeclaredParams):
     statistics: Parameter[bool] = Parameter(
         "Whether the fitted model carries statistics of the rows, for its `drift`. They take one "
         "more pass over the rows.",
-        check.boolean_flag,
+        check.check_boolean_flag,
         default=False,
     )
     allow_nan: Parameter[bool] = Parameter(
         "Whether NaN and infinities are accepted like other values.",
-        check.boolean_flag,
+        check.check_boolean_flag,
         default=False,
     )
     continuous_cols: Parameter[Sequence[str]] = Parameter(
-        "NVTabular's; not used.", check.column_names_or_none, default=None
+        "NVTabular's; not used.", check.check_optional_column_names, default=None
     )
     categorical_cols: Parameter[Sequence[str]] = Parameter(
-        "NVTabular's; not used.", check.column_names_or_none, default=None
+        "NVTabular's; not used.", check.check_optional_column_names, default=None
     )
     terminate_on_nan: Parameter[bool] = Parameter(
-        "Whether a loss that is NaN or infinite ends the run.", check.boolean_flag, default=True
+        "Whether a loss that is NaN or infinite ends the run.", check.check_boolean_flag, default=True
     )
     mlflow: Parameter[bool] = Parameter(
         "Whether parameters, metrics and the model are logged to MLflow.",
-        check.boolean_flag,
+        check.check_boolean_flag,
         default=False,
     )
     wandb: Parameter[bool] = Parameter(
         "Whether parameters and metrics are logged to Weights & Biases.",
-        check.boolean_flag,
+        check.check_boolean_flag,
         default=False,
     )
     tensorboard: Parameter[bool] = Parameter(
         "Whether parameters, steps and the model are logged for TensorBoard. Scalars of epochs "
         "always are.",
-        check.boolean_flag,
+        check.check_boolean_flag,
         default=False,
     )
     on_failure: Parameter[str] = Parameter(
         '`"restart"` starts a failed run again from its checkpoint.',
-        check.one_of("raise", "restart"),
+        check.make_choice_check("raise", "restart"),
         default="raise",
     )
     max_restarts: Parameter[int] = Parameter(
-        "Largest number of restarts of one fit.", check.integer_at_least(1), default=3
+        "Largest number of restarts of one fit.", check.make_minimum_check(1), default=3
     )
 
 
@@ -295,9 +295,9 @@ class ModelParams(DeclaredParams):
     """The parameters of every fitted model."""
 
     history: Parameter[Any] = Parameter(
-        "Losses and metrics of each epoch.", check.any_value, default=None
+        "Losses and metrics of each epoch.", check.accept_any_value, default=None
     )
-    model: Parameter[Any] = Parameter("The trained model.", check.any_value, default=None)
+    model: Parameter[Any] = Parameter("The trained model.", check.accept_any_value, default=None)
     feature_columns: Parameter[Sequence[str | Sequence[str]]] = Parameter(
         "Columns for the model, as in the estimator.", param_checks.check_feature_cols, default=None
     )
@@ -308,10 +308,10 @@ class ModelParams(DeclaredParams):
         horovod_name="LabelColoumns",
     )
     run_id: Parameter[str] = Parameter(
-        "Name of the run that trained the model.", check.nonempty_text, default=None
+        "Name of the run that trained the model.", check.check_nonempty_text, default=None
     )
     paths: Parameter[Mapping[str, str]] = Parameter(
-        "Paths of the data, checkpoint and logs of the run.", check.any_value, default=None
+        "Paths of the data, checkpoint and logs of the run.", check.accept_any_value, default=None
     )
     output_cols: Parameter[Sequence[str]] = Parameter(
         "Names of the added columns, instead of `<label>__output`.",
@@ -320,7 +320,7 @@ class ModelParams(DeclaredParams):
     )
     batch_size: Parameter[int] = Parameter(
         "Largest number of rows that are predicted at once.",
-        check.integer_at_least(1),
+        check.make_minimum_check(1),
         default=4096,
     )
     fill: Parameter[Any] = Parameter(
@@ -328,7 +328,7 @@ class ModelParams(DeclaredParams):
     )
     learned: Parameter[Mapping[str, str]] = Parameter(
         'The values of `fill` that were learned, and their kind, such as `{"age": "mean"}`.',
-        check.any_value,
+        check.accept_any_value,
         default={},
     )
     categories: Parameter[Mapping[str, Sequence[Any]]] = Parameter(
@@ -346,26 +346,26 @@ class ModelParams(DeclaredParams):
     )
     transformation_fn: Parameter[Callable[..., Any]] = Parameter(
         "As in the estimator; predictions take it with `apply_transformation`.",
-        check.callable_value,
+        check.check_callable_value,
         default=None,
     )
     transformation_edit_fields: Parameter[Sequence[Any]] = Parameter(
         "As in the estimator.", param_checks.check_edit_fields, default=None
     )
     transformation_removed_fields: Parameter[Sequence[str]] = Parameter(
-        "As in the estimator.", check.column_names_or_none, default=None
+        "As in the estimator.", check.check_optional_column_names, default=None
     )
     apply_transformation: Parameter[bool] = Parameter(
         "Whether `transformation_fn` changes features before they are predicted, too.",
-        check.boolean_flag,
+        check.check_boolean_flag,
         default=False,
     )
     verbose: Parameter[int] = Parameter(
-        "0 shows no messages about predictions.", check.integer_at_least(0), default=1
+        "0 shows no messages about predictions.", check.make_minimum_check(0), default=1
     )
     signature: Parameter[Sequence[Mapping[str, Any]]] = Parameter(
         "What goes into each input: its `columns`, `shape` (-1 for the rows) and `dtype`.",
-        check.any_value,
+        check.accept_any_value,
         default=None,
     )
 

@@ -29,7 +29,7 @@ class FitResources:
 
 
 @dataclass(frozen=True)
-class TrainingPlan:
+class FrameworkTrainingJob:
     """The job of a fit, and the functions of its framework that use the result.
 
     Attributes:

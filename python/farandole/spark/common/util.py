@@ -99,8 +99,8 @@ def prepare_data(
     """
     from farandole.spark.common.data import prepare
 
-    check.integer_at_least(1)("num_processes", num_processes)
-    check.integer_at_least(1)("partitions_per_process", partitions_per_process)
+    check.make_minimum_check(1)("num_processes", num_processes)
+    check.make_minimum_check(1)("partitions_per_process", partitions_per_process)
     check_validation(validation, df)
     taken = {*label_columns, sample_weight_col, validation}
     features = (

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from farandole.runner.errors import FarandoleJobError
 from farandole.runner.gang import GangAgents
 from farandole.runner.outcome import TaskOutcome
-from farandole.spark.job.profiles import map_agents
+from farandole.spark.job.profiles import map_tasks_with_profile
 from farandole.spark.job.task_rendezvous import StoredEventReader
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from farandole.runner.agent import WorkerSpec
     from farandole.runner.gang import JobOutput
     from farandole.runner.outcome import Row
-    from farandole.spark.job.profiles import ProfiledRows
-    from farandole.spark.job.session import SparkCluster
+    from farandole.spark.job.profiles import ResourceProfiledRows
+    from farandole.spark.job.session import SparkSessionAdapter
     from farandole.spark.job.task_rendezvous import TaskRendezvous
 
 BARRIER_REJOIN_SECONDS: Final = 4.0
@@ -58,7 +58,7 @@ class SparkAgents(GangAgents):
 
     def __init__(
         self,
-        cluster: SparkCluster,
+        cluster: SparkSessionAdapter,
         work: WorkerSpec,
         size: int,
         output: JobOutput,
@@ -141,7 +141,7 @@ class SparkAgents(GangAgents):
         self._running = True
 
     def _collect_with_retries(self) -> list[Any]:
-        rows = self._agent_rows()
+        rows = self._gang_agent_frame()
         while True:
             try:
                 return rows.collect()
@@ -149,7 +149,7 @@ class SparkAgents(GangAgents):
                 if _NO_BARRIER_ERROR_CODE in str(error) and self._uses_barrier:
                     # A Connect client may not see this setting of its server.
                     self._work, self._rendezvous = replace(self._work, rejoin_after=0.0), None
-                    rows = self._agent_rows()
+                    rows = self._gang_agent_frame()
                     continue
                 if _NO_SLOTS_ERROR_CODE not in str(error) or self._cancelled.is_set():
                     raise
@@ -164,15 +164,15 @@ class SparkAgents(GangAgents):
                     raise
                 # Create a new plan: a plan keeps the result of its stages, so a second collect of
                 # the same plan would fail again without a new attempt.
-                rows = self._agent_rows()
+                rows = self._gang_agent_frame()
 
     @property
     def _uses_barrier(self) -> bool:
         return self._work.rejoin_after != 0.0
 
-    def _agent_rows(self) -> DataFrame | ProfiledRows:
+    def _gang_agent_frame(self) -> DataFrame | ResourceProfiledRows:
         tasks = self._cluster.session.range(0, self._size, 1, self._size)
-        rows = map_agents(
+        rows = map_tasks_with_profile(
             tasks,
             _make_agent(self._work, self._rendezvous),
             self._profile,
@@ -195,7 +195,7 @@ def _make_agent(
 
         context = TaskContext.get()
         fence = context.taskAttemptId() if context is not None else 0
-        owner = warm_workers.executor_pid() if work.warm is not None else None
+        owner = warm_workers.fork_server_owner_pid() if work.warm is not None else None
         for number in task_numbers(batches):
             at_work, host = work, None
             if rendezvous is not None:

@@ -19,7 +19,7 @@ from farandole import _variables as variables
 
 if TYPE_CHECKING:
     from farandole.runner.agent import WorkerSpec
-    from farandole.spark.job.session import SparkCluster
+    from farandole.spark.job.session import SparkSessionAdapter
 
 EXECUTOR_VARIABLE: Final = variables.SPARK_EXECUTOR
 """Number of the Spark executor that a worker is in."""
@@ -60,7 +60,7 @@ def own_executor_id(process: int | None = None, proc: Path = Path("/proc")) -> s
 class ExecutorDecommissions:
     """Workers whose executors are being decommissioned; clients of Spark Connect cannot ask."""
 
-    def __init__(self, cluster: SparkCluster) -> None:
+    def __init__(self, cluster: SparkSessionAdapter) -> None:
         self._scheduler = None
         if cluster.context is not None:
             self._scheduler = cluster.context._jsc.sc().taskScheduler()  # noqa: SLF001 - pyspark has no API for it

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from farandole.runner.elastic.agent_pool import ThreadedAgentPool
 from farandole.spark.job.agents import read_outcomes, task_numbers, to_record_batch
-from farandole.spark.job.profiles import map_agents
+from farandole.spark.job.profiles import map_tasks_with_profile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from farandole.runner.agent import WorkerSpec
     from farandole.runner.gang import JobOutput
-    from farandole.spark.job.session import SparkCluster
+    from farandole.spark.job.session import SparkSessionAdapter
 
 
 class SparkAgentPool(ThreadedAgentPool):
@@ -35,7 +35,7 @@ class SparkAgentPool(ThreadedAgentPool):
 
     def __init__(
         self,
-        cluster: SparkCluster,
+        cluster: SparkSessionAdapter,
         work: WorkerSpec,
         max_workers: int,
         output: JobOutput,
@@ -56,7 +56,7 @@ class SparkAgentPool(ThreadedAgentPool):
 
     def _run_worker(self, task: int) -> str | None:
         try:
-            rows = self._worker_rows(task).collect()
+            rows = self._worker_agent_frame(task).collect()
         except Exception as error:  # noqa: BLE001 - Spark's own tries are over: the next task is another worker
             return self._cluster.explain_failure(error, "a Spark job")
         for outcome in read_outcomes(rows):
@@ -65,9 +65,9 @@ class SparkAgentPool(ThreadedAgentPool):
             self.endings[outcome.task] = outcome
         return None
 
-    def _worker_rows(self, task: int) -> Any:
+    def _worker_agent_frame(self, task: int) -> Any:
         single_row = self._cluster.session.range(0, 1, 1, 1)
-        return map_agents(single_row, _make_worker_agent(self._work, task), self._profile)
+        return map_tasks_with_profile(single_row, _make_worker_agent(self._work, task), self._profile)
 
 
 def _make_worker_agent(work: WorkerSpec, task: int) -> Callable[[Iterable[Any]], Iterator[Any]]:

@@ -85,7 +85,7 @@ class ExecutorLossReasons:
         """
         if self._plugin is None or error.exception_type is not None:
             return
-        executor = self._training.executor_of(error.rank)
+        executor = self._training.executor_of_rank(error.rank)
         # If a worker has ended by itself, its executor most likely continues.
         deadline = time.monotonic() + (_REASON_WAIT_SECONDS if error.exit_code is None else 0.0)
         while True:

@@ -40,10 +40,10 @@ def main(arguments: Sequence[str]) -> int:
     if files not in sys.path:
         sys.path.insert(1, files)
     idle = read_setting(variables.WARM_IDLE_SECONDS)
-    warm = warm_workers.WarmWorkers(idle=PRESTART_IDLE_SECONDS if idle is None else idle)
+    warm = warm_workers.WarmWorkerSettings(idle=PRESTART_IDLE_SECONDS if idle is None else idle)
     cold = [sys.executable, "-m", "farandole.runner.worker"]
     if (
-        warm_workers.worker_command(warm, cold, agent.worker_environment({}, {}), int(owner))
+        warm_workers.warm_worker_command(warm, cold, agent.worker_environment_changes({}, {}), int(owner))
         == cold
     ):
         sys.stderr.write("a fork server cannot be started on this host\n")

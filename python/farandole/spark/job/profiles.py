@@ -30,9 +30,9 @@ def supports_plan_resource_profiles() -> bool:
     return int(pyspark.__version__.partition(".")[0]) >= _PLAN_PROFILES_SINCE_MAJOR
 
 
-def map_agents(
+def map_tasks_with_profile(
     tasks: DataFrame, agent: Agent, profile: ResourceProfile | None, **more: Any
-) -> DataFrame | ProfiledRows:
+) -> DataFrame | ResourceProfiledRows:
     """Returns the rows that an agent makes in each task.
 
     Args:
@@ -45,10 +45,10 @@ def map_agents(
         return tasks.mapInArrow(agent, TASK_ROW_SCHEMA, **more)
     if supports_plan_resource_profiles():
         return tasks.mapInArrow(agent, TASK_ROW_SCHEMA, profile=profile, **more)
-    return ProfiledRows.from_frame(tasks.mapInArrow(agent, TASK_ROW_SCHEMA, **more), profile)
+    return ResourceProfiledRows.from_frame(tasks.mapInArrow(agent, TASK_ROW_SCHEMA, **more), profile)
 
 
-class ProfiledRows:
+class ResourceProfiledRows:
     """Rows of a classic session of pyspark 3.5, made by tasks with a profile.
 
     Args:
@@ -61,7 +61,7 @@ class ProfiledRows:
         self._pickled_rdd = pickled
 
     @classmethod
-    def from_frame(cls, frame: DataFrame, profile: ResourceProfile) -> ProfiledRows:
+    def from_frame(cls, frame: DataFrame, profile: ResourceProfile) -> ResourceProfiledRows:
         """Returns the rows of a frame.
 
         Args:
@@ -74,13 +74,13 @@ class ProfiledRows:
         _to_rdd(context, pickled).withResources(profile)  # changes the JVM's object
         return cls(context, pickled)
 
-    def repartition(self, number: int) -> ProfiledRows:
+    def repartition(self, number: int) -> ResourceProfiledRows:
         """Like `DataFrame.repartition`.
 
         Args:
             number: Number of partitions.
         """
-        return ProfiledRows(self._context, self._pickled_rdd.repartition(number))
+        return ResourceProfiledRows(self._context, self._pickled_rdd.repartition(number))
 
     def collect(self) -> list[Row]:
         """Like `DataFrame.collect`."""

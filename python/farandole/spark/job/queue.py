@@ -19,13 +19,13 @@ from farandole.runner.slots import SlotQueue
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from farandole.spark.job.session import SparkCluster
+    from farandole.spark.job.session import SparkSessionAdapter
 
 _QUEUES_LOCK = threading.Lock()
 _QUEUE_BY_APPLICATION: WeakKeyDictionary[Any, SlotQueue] = WeakKeyDictionary()
 
 
-def slot_queue(cluster: SparkCluster) -> SlotQueue:
+def slot_queue(cluster: SparkSessionAdapter) -> SlotQueue:
     """Returns the queue of an application's gangs.
 
     Args:
@@ -40,7 +40,7 @@ def slot_queue(cluster: SparkCluster) -> SlotQueue:
         return _QUEUE_BY_APPLICATION[application]
 
 
-def _make_slot_counter(cluster: SparkCluster) -> Callable[[], int]:
+def _make_slot_counter(cluster: SparkSessionAdapter) -> Callable[[], int]:
     if cluster.context is None:
         # a Connect client sees no more, and by a job each time
         return functools.cache(cluster.default_parallelism)

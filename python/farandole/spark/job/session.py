@@ -33,7 +33,7 @@ NO_SESSION = "Could not find an active SparkContext, are you running in a PySpar
 
 
 @dataclass(frozen=True)
-class SparkCluster:
+class SparkSessionAdapter:
     """A Spark session, with the differences between classic Spark and Spark Connect.
 
     Attributes:
@@ -45,7 +45,7 @@ class SparkCluster:
     context: Any
 
     @classmethod
-    def from_active_session(cls) -> SparkCluster:
+    def from_active_session(cls) -> SparkSessionAdapter:
         """Returns the session of this process.
 
         Raises:

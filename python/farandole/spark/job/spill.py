@@ -51,7 +51,7 @@ class SpilledFile:
 
 
 @dataclass(frozen=True)
-class TaskSpill:
+class JobSpillDirectory:
     """A job's directory in a store; unpickling one puts the store's options in force.
 
     Attributes:
@@ -63,7 +63,7 @@ class TaskSpill:
     options: StorageOptions | None = None
 
     @classmethod
-    def create_in_store(cls, store: Store | str) -> TaskSpill:
+    def create_in_store(cls, store: Store | str) -> JobSpillDirectory:
         """Returns a new directory in the own directory of jobs among the runs of a store.
 
         Args:
@@ -174,7 +174,7 @@ def _create_lease_file(url: str) -> LeaseFile | None:
     return None if name is None else LeaseFile(url, name, _LEASE_DURATION)
 
 
-def call_packed(spill: TaskSpill, packed: bytes) -> Any:
+def call_packed(spill: JobSpillDirectory, packed: bytes) -> Any:
     """Calls a pickled function in its worker; a large result stays in the store."""
     function: tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]] = pickle.loads(packed)  # noqa: S301 - Spark's closure
     del packed
@@ -187,6 +187,6 @@ def call_packed(spill: TaskSpill, packed: bytes) -> Any:
     return spill.write_object(answer)
 
 
-def call_spilled(spill: TaskSpill, stored: SpilledFile) -> Any:
+def call_spilled(spill: JobSpillDirectory, stored: SpilledFile) -> Any:
     """Like `call_packed`, of a function that is itself in the store."""
     return call_packed(spill, spill.read_object(stored))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from farandole._native.registrar import Event, Registrar
     from farandole.runner.agent import WorkerSpec
-    from farandole.spark.job.spill import TaskSpill
+    from farandole.spark.job.spill import JobSpillDirectory
 
 _DIAL_TIMEOUT: Final = 3.0
 _EVENT_INTERVAL: Final = 0.5
@@ -63,7 +63,7 @@ class TaskRendezvous:
 
     addresses: tuple[str, ...]
     size: int
-    spill: TaskSpill | None = None
+    spill: JobSpillDirectory | None = None
 
 
 class RendezvousHost:
@@ -91,23 +91,23 @@ class RendezvousHost:
     def _record_events(self) -> None:
         # Spark may start the gang again, with another first task. Its files have a later name, so
         # that the driver reads them as new events.
-        files = _EventFiles(self._rendezvous.spill, f"{time.time_ns():020d}")
+        files = _StoredEventWriter(self._rendezvous.spill, f"{time.time_ns():020d}")
         written = time.monotonic()
         while (
             len(self._ended_tasks) < self._rendezvous.size and time.monotonic() < self._record_until
         ):
             for event in self._registrar.events(_EVENT_INTERVAL):
-                files.add_event(self._describe_event(event))
+                files.add_event(self._event_to_fields(event))
             if time.monotonic() - written >= _EVENT_INTERVAL:
-                files.write_waiting()
+                files.write_queued_events()
                 written = time.monotonic()
         for event in self._registrar.events(0.0):
-            files.add_event(self._describe_event(event))
+            files.add_event(self._event_to_fields(event))
         deadline = time.monotonic() + _LAST_WRITE_TIMEOUT
-        while not files.write_waiting() and time.monotonic() < deadline:
+        while not files.write_queued_events() and time.monotonic() < deadline:
             time.sleep(_EVENT_INTERVAL)
 
-    def _describe_event(self, event: Event) -> dict[str, Any]:
+    def _event_to_fields(self, event: Event) -> dict[str, Any]:
         if event.kind == "exit" and event.task is not None:
             self._ended_tasks.add(event.task)
         if event.kind == "aborted":
@@ -121,7 +121,7 @@ class RendezvousHost:
         return fields
 
 
-class _EventFiles:
+class _StoredEventWriter:
     """The numbered files of one host. If a write fails, its file is written again with the same
     content, because the store may have it although the answer was lost. New events wait.
 
@@ -130,7 +130,7 @@ class _EventFiles:
         name: Begin of the names of the files.
     """
 
-    def __init__(self, spill: TaskSpill | None, name: str) -> None:
+    def __init__(self, spill: JobSpillDirectory | None, name: str) -> None:
         self._spill = spill
         self._name = name
         self._number = 0
@@ -154,13 +154,13 @@ class _EventFiles:
                     self._dropped += kind == "log"
                     return
 
-    def write_waiting(self) -> bool:
+    def write_queued_events(self) -> bool:
         """Writes all events; returns whether all are written."""
         if self._spill is None:
             return True
         while self._waiting or self._unwritten is not None:
             if self._unwritten is None:
-                self._unwritten = self._encode_waiting()
+                self._unwritten = self._encode_queued_events()
             try:
                 self._spill.write_file(
                     f"events/{self._name}-{self._number:08d}.jsonl", self._unwritten
@@ -173,7 +173,7 @@ class _EventFiles:
             self._number, self._unwritten = self._number + 1, None
         return True
 
-    def _encode_waiting(self) -> bytes:
+    def _encode_queued_events(self) -> bytes:
         lines, self._waiting = self._waiting, []
         log = next((one for one in lines if one["kind"] == "log"), None)
         if log is not None and self._dropped:
@@ -184,7 +184,7 @@ class _EventFiles:
 class StoredEventReader:
     """The driver's reader of the events that a `RendezvousHost` has written."""
 
-    def __init__(self, spill: TaskSpill) -> None:
+    def __init__(self, spill: JobSpillDirectory) -> None:
         self._spill = spill
         self._read_names: set[str] = set()
         self._next_read = 0.0

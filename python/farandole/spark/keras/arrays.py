@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from farandole.data.columns import PreparedColumn, row_shape
+from farandole.data.columns import PreparedColumn, normalize_row_shape
 from farandole.data.ragged import is_nested
 from farandole.spark.common.model.signature import ModelInput, format_batch_shape
 from farandole.spark.keras.job import KerasLabel, KerasModelShape
@@ -75,7 +75,7 @@ def create_keras_inputs(
         made.append(
             ModelInput(
                 tuple(group),
-                (-1, *_fit_row_shape(group, size, model_input.shape[1:], index)),
+                (-1, *_reshape_to_input_shape(group, size, model_input.shape[1:], index)),
                 _supported_dtype(str(model_input.dtype)),
             )
         )
@@ -115,7 +115,7 @@ def refuse_nested_columns(ragged: Mapping[str, Any]) -> None:
             )
 
 
-def _fit_row_shape(
+def _reshape_to_input_shape(
     group: Sequence[str], size: int, shape: Sequence[int | None], index: int
 ) -> tuple[int, ...]:
     lengths = [-1 if length is None else int(length) for length in shape]
@@ -127,7 +127,7 @@ def _fit_row_shape(
             f"Feature column {named} with size {size} must equal that of the model input at index "
             f"{index}, whose shape is {tuple(shape)}"
         )
-    return tuple(row_shape(lengths, size)) if lengths[:1] != [-1] else (size // known, *lengths[1:])
+    return tuple(normalize_row_shape(lengths, size)) if lengths[:1] != [-1] else (size // known, *lengths[1:])
 
 
 def _columns_dtype(dtypes: Sequence[str]) -> str:
@@ -158,7 +158,7 @@ def reader_casts(
     return casts | ({} if weight is None else {weight: "float32"})
 
 
-def model_inputs(shape: KerasModelShape, columns: Mapping[str, Array], rows: int) -> Any:
+def build_model_argument(shape: KerasModelShape, columns: Mapping[str, Array], rows: int) -> Any:
     """Returns the model's argument.
 
     Args:
@@ -166,7 +166,7 @@ def model_inputs(shape: KerasModelShape, columns: Mapping[str, Array], rows: int
         columns: arrays by name, rows first.
         rows: in each.
     """
-    return model_argument(input_arrays(shape, columns, rows), shape.input_keys)
+    return arrange_model_argument(input_arrays(shape, columns, rows), shape.input_keys)
 
 
 def input_arrays(shape: KerasModelShape, columns: Mapping[str, Array], rows: int) -> list[Array]:
@@ -191,7 +191,7 @@ def input_arrays(shape: KerasModelShape, columns: Mapping[str, Array], rows: int
     return made
 
 
-def model_argument(arrays: Sequence[Any], keys: Sequence[str] | None) -> Any:
+def arrange_model_argument(arrays: Sequence[Any], keys: Sequence[str] | None) -> Any:
     """Arrays as a model takes them: one alone, several in a tuple, or all in a dict.
 
     Args:
@@ -218,7 +218,7 @@ def model_labels(
         columns[spec.column.name].astype(spec.dtype, copy=False).reshape(rows, *spec.shape[1:])
         for spec in labels
     ]
-    return model_argument(made, shape.output_keys)
+    return arrange_model_argument(made, shape.output_keys)
 
 
 def zero_batch(shape: KerasModelShape, labels: Sequence[KerasLabel], rows: int) -> tuple[Any, Any]:
@@ -231,7 +231,7 @@ def zero_batch(shape: KerasModelShape, labels: Sequence[KerasLabel], rows: int) 
     """
     x = [np.zeros((rows, *spec.shape[1:]), spec.dtype) for spec in shape.inputs]
     y = [np.zeros((rows, *spec.shape[1:]), spec.dtype) for spec in labels]
-    return model_argument(x, shape.input_keys), model_argument(y, shape.output_keys) if y else None
+    return arrange_model_argument(x, shape.input_keys), arrange_model_argument(y, shape.output_keys) if y else None
 
 
 def output_keys(value: Any, labels: Sequence[str]) -> tuple[str, ...] | None:
@@ -283,7 +283,7 @@ def create_label(
     # Labels that are compared element by element are numbers; class indices stay integers.
     dtype = "int64" if column.dtype in _INTEGER_DTYPES and not like_output else "float32"
     if stated is not None:
-        return KerasLabel(column, dtype, (-1, *row_shape(stated, column.element_count)))
+        return KerasLabel(column, dtype, (-1, *normalize_row_shape(stated, column.element_count)))
     return KerasLabel(column, dtype, (-1, *(output if like_output else column.shape)))
 
 

@@ -16,20 +16,20 @@ from farandole.data.columns import check_shapes_fit
 from farandole.runner.backend import max_processes
 from farandole.spark.common.data.reading import (
     EXAMPLE_ROWS,
-    array_columns,
+    columns_from_sample_arrays,
     create_transformation,
     read_example_rows,
 )
-from farandole.spark.common.datamodule import check_data_module
+from farandole.spark.common.datamodule import resolve_data_module_class
 from farandole.spark.common.estimator import FarandoleEstimator
 from farandole.spark.common.runs.tracking import ModelExample
-from farandole.spark.common.training_plan import TrainingPlan
+from farandole.spark.common.training_plan import FrameworkTrainingJob
 from farandole.spark.keras import model_compilation
 from farandole.spark.keras.arrays import (
     create_keras_inputs,
     describe_output,
     flat_outputs,
-    model_inputs,
+    build_model_argument,
     refuse_nested_columns,
 )
 from farandole.spark.keras.fingerprint_parts import model_parts, optimizer_totals
@@ -39,7 +39,7 @@ from farandole.spark.keras.model import KerasModel
 from farandole.spark.keras.params import KerasParams
 from farandole.spark.keras.remote import train_rank
 from farandole.spark.keras.saving import payload
-from farandole.spark.keras.saving.objects import copy_callbacks, pickle_objects
+from farandole.spark.keras.saving.objects import copy_callbacks_without_model, pickle_user_objects
 from farandole.spark.keras.saving.persistence import (
     KerasEstimatorParamsReadable,
     KerasEstimatorParamsReader,  # noqa: F401 - Horovod has it here
@@ -146,7 +146,7 @@ class KerasEstimator(
         )
         return inputs, outputs
 
-    def _plan_training(self, prepared: Prepared, backend: Backend) -> TrainingPlan:
+    def _plan_training(self, prepared: Prepared, backend: Backend) -> FrameworkTrainingJob:
         job, copy, outputs, fingerprint = self._create_job(prepared, backend.num_processes())
         if self.getDataModule() is None:
             job = check_loss_form(
@@ -161,7 +161,7 @@ class KerasEstimator(
             payload.load_state(copy.model, trained.model)
             return copy.model
 
-        return TrainingPlan(
+        return FrameworkTrainingJob(
             job=job,
             fingerprint=fingerprint,
             train=train_rank,
@@ -183,7 +183,7 @@ class KerasEstimator(
             return None
         names = self._column_roles().stored_columns
         rows = read_example_rows(self, prepared, names, create_transformation(self))
-        given = model_inputs(job.shape, rows, EXAMPLE_ROWS)
+        given = build_model_argument(job.shape, rows, EXAMPLE_ROWS)
         made = flat_outputs(
             model(keras.ops.convert_to_tensor(given), training=False),
             job.shape.output_keys,
@@ -212,12 +212,12 @@ class KerasEstimator(
         columns = {name: prepared.columns[name] for name in raw}
         if transformation is not None:
             made = read_example_rows(self, prepared, raw, transformation)
-            columns = array_columns(made, raw)
+            columns = columns_from_sample_arrays(made, raw)
         check_shapes_fit(columns, labels, self.getLabelShapes(), "label")
         model = self.getModel()
         inputs, keys = create_keras_inputs(model, groups, columns)
         shape = KerasModelShape(inputs, keys, None)
-        model_compilation.build_model(model, shape)
+        model_compilation.build_by_zero_call(model, shape)
         given = {
             "loss": self.getLoss(),
             "loss_weights": self.getLossWeights(),
@@ -239,17 +239,17 @@ class KerasEstimator(
         objects = KerasUserObjects(
             custom_objects=copy.custom_objects,
             loss=copy.loss,
-            callbacks=copy_callbacks(self.getCallbacks()),
+            callbacks=copy_callbacks_without_model(self.getCallbacks()),
             checkpoint_callback=next(
-                iter(copy_callbacks([one for one in [self.getCheckpointCallback()] if one])), None
+                iter(copy_callbacks_without_model([one for one in [self.getCheckpointCallback()] if one])), None
             ),
             compression=self.getGradientCompression(),
             transformation=transformation,
-            data_module=check_data_module(self.getDataModule()),
+            data_module=resolve_data_module_class(self.getDataModule()),
         )
         job = KerasTrainingJob(
             model=copy.packed,
-            objects=pickle_objects(objects),
+            objects=pickle_user_objects(objects),
             **self._job_fields(prepared, fingerprint),
             shape=shape,
             labels=arrays,

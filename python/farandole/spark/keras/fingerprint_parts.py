@@ -18,7 +18,7 @@ from farandole.spark.common.runs.digests import (
 )
 from farandole.spark.common.runs.fingerprint import INITIAL_WEIGHTS, FingerprintPart
 from farandole.spark.keras.model_compilation import compile_arguments
-from farandole.spark.keras.saving.objects import training_objects
+from farandole.spark.keras.saving.objects import training_user_objects
 
 _IGNORED_CONFIG_KEYS = frozenset(
     {
@@ -50,7 +50,7 @@ def model_parts(model: Any, optimizer: Any, loss: Any) -> list[FingerprintPart]:
     digest = arrays_digest(weights)
     used, config = _used_optimizer(model, optimizer)
     lost = known.get("loss") if loss is None else loss
-    code = training_objects(model, known, lost)  # the architecture has only their names
+    code = training_user_objects(model, known, lost)  # the architecture has only their names
     rate = config.get("learning_rate")
     rate = f"{rate:.6g}" if isinstance(rate, int | float) else brief_description(rate)
     parts = [

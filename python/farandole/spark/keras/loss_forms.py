@@ -23,8 +23,8 @@ from farandole.spark.keras.model_compilation import (
     has_custom_train_step,
     ignored_class,
 )
-from farandole.spark.keras.probe_rows import LOSS_OPTIONS, PartValues, read_probe_batches
-from farandole.spark.keras.train_step_probe import check_train_step
+from farandole.spark.keras.probe_rows import LOSS_OPTIONS, ProbePartValues, read_probe_batches
+from farandole.spark.keras.train_step_probe import refuse_non_mean_train_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -78,37 +78,37 @@ def check_loss_form(
     if processes == 1 and job.passes == 1:
         return job
     if has_custom_train_step(model):
-        check_train_step(job, model, transformation, wanted=wanted, processes=processes)
+        refuse_non_mean_train_step(job, model, transformation, wanted=wanted, processes=processes)
         return job
     losses = _output_losses(model)
     own_reductions = {getattr(loss, "reduction", None) for loss in losses}
     if wanted is not None:
         if wanted == "sum" and not _computes_own_loss(model):
-            added = _added_reductions(job, model, transformation, unknown="sum")
-            return _count_sums(job, added) if "mean" in added else job
+            added = _added_loss_reductions(job, model, transformation, unknown="sum")
+            return _with_counted_sum_losses(job, added) if "mean" in added else job
         return job
     is_known = not _computes_own_loss(model) and all(_is_mean_of_rows(loss) for loss in losses)
     if is_known and (job.passes == 1 or not _masks_outputs(job, model)):
-        return _count_losses(job, model, losses, transformation)
+        return _choose_loss_counting(job, model, losses, transformation)
     if "sum" in own_reductions and len(own_reductions) > 1:
         raise ValueError(
             "some outputs have a loss with reduction='sum', others a mean, so no factor makes the "
             f"gradients of {processes} processes those of one: use one reduction. {LOSS_OPTIONS}"
         )
     for loss in losses:
-        _check_known_loss(loss, weighted=job.weight is not None)
-        if _is_keras(loss) and not _is_mean_of_rows(loss):
+        _refuse_process_dependent_divisor(loss, weighted=job.weight is not None)
+        if _is_keras_defined(loss) and not _is_mean_of_rows(loss):
             # By chance, parts of some rows may give what all rows give.
             raise ValueError(
                 f"the loss {getattr(loss, 'name', type(loss).__name__)} of Keras compares or adds "
                 "up the rows of a batch, so several processes or passes would train something else "
                 f"than one process. {LOSS_OPTIONS}"
             )
-    _try_parts(job, model, transformation)
+    _check_loss_of_parts(job, model, transformation)
     return job
 
 
-def _count_losses(
+def _choose_loss_counting(
     job: KerasTrainingJob,
     model: Any,
     losses: Sequence[Any],
@@ -117,8 +117,8 @@ def _count_losses(
     """Returns the run for outputs with losses of Keras, whose sums and counts are known."""
     if job.passes > 1:
         for loss in losses:
-            _check_known_loss(loss, weighted=job.weight is not None)
-    added = _added_reductions(job, model, transformation)
+            _refuse_process_dependent_divisor(loss, weighted=job.weight is not None)
+    added = _added_loss_reductions(job, model, transformation)
     reductions = {getattr(loss, "reduction", None) for loss in losses}
     if reductions == {"sum"} and set(added) <= {"sum"}:
         return job
@@ -134,14 +134,14 @@ def _count_losses(
     return replace(job, loss_reduction="mean", counts_losses=True, added_losses=added)
 
 
-def _count_sums(job: KerasTrainingJob, added: tuple[str, ...]) -> KerasTrainingJob:
+def _with_counted_sum_losses(job: KerasTrainingJob, added: tuple[str, ...]) -> KerasTrainingJob:
     """Returns the run for outputs with losses that the user calls sums, beside means."""
     return replace(
         job, loss_reduction="mean", counts_losses=True, sums_outputs=True, added_losses=added
     )
 
 
-def _added_reductions(
+def _added_loss_reductions(
     job: KerasTrainingJob,
     model: Any,
     transformation: Any,
@@ -160,7 +160,7 @@ def _added_reductions(
         ValueError: one is neither a mean nor a sum over rows.
     """
     layers = _inner_layers(model)
-    if all(_is_keras(one) and one.activity_regularizer is None for one in layers):
+    if all(_is_keras_defined(one) and one.activity_regularizer is None for one in layers):
         return ("mean",) * len(model.losses)  # of weights, which do not depend on rows
     found = _losses_of_parts(job, model, transformation, _added_losses)
     reductions = []
@@ -178,7 +178,7 @@ def _added_reductions(
     return tuple(reductions)
 
 
-def _check_known_loss(loss: Any, *, weighted: bool) -> None:
+def _refuse_process_dependent_divisor(loss: Any, *, weighted: bool) -> None:
     ignored = ignored_class(loss)
     name = getattr(loss, "name", type(loss).__name__)
     if ignored is not None and getattr(loss, "reduction", None) != "sum":
@@ -213,13 +213,13 @@ def _is_mean_of_rows(loss: Any) -> bool:
     """Returns whether a loss of Keras is computed row by row."""
     function = getattr(loss, "fn", loss)
     names = {getattr(function, "__name__", ""), type(loss).__name__}
-    return _is_keras(loss) and not names & _WHOLE_BATCH_LOSSES
+    return _is_keras_defined(loss) and not names & _WHOLE_BATCH_LOSSES
 
 
-def _is_keras(value: Any) -> bool:
+def _is_keras_defined(value: Any) -> bool:
     module = getattr(value, "__module__", "") or ""
     wrapped = getattr(value, "fn", None)
-    return module.startswith("keras.") and (wrapped is None or _is_keras(wrapped))
+    return module.startswith("keras.") and (wrapped is None or _is_keras_defined(wrapped))
 
 
 def _masks_outputs(job: KerasTrainingJob, model: Any) -> bool:
@@ -230,17 +230,17 @@ def _masks_outputs(job: KerasTrainingJob, model: Any) -> bool:
 
 def _may_mask_rows(model: Any) -> bool:
     return any(
-        not _is_keras(layer)
+        not _is_keras_defined(layer)
         or bool(getattr(layer, "mask_zero", False))
         or isinstance(layer, keras.layers.Masking)
         for layer in _inner_layers(model)
     )
 
 
-def _try_parts(job: KerasTrainingJob, model: Any, transformation: Any) -> None:
+def _check_loss_of_parts(job: KerasTrainingJob, model: Any, transformation: Any) -> None:
     found = _losses_of_parts(job, model, transformation, _total_loss)
     word = "sum" if job.loss_reduction == "sum" else "mean"
-    if found.is_reduced(0, word):
+    if found.matches_reduced_parts(0, word):
         return
     if word == "mean" and found.reduction(0) == "sum":
         raise ValueError(
@@ -262,12 +262,12 @@ def _losses_of_parts(
     model: Any,
     transformation: Any,
     losses_of: Callable[[Any, Any, Any, Any], list[float]],
-) -> PartValues:
+) -> ProbePartValues:
     values = []
     for batch in read_probe_batches(job, transformation):
         values.append(losses_of(model, batch.x, batch.y, model(batch.x, training=False)))
         model.reset_metrics()
-    return PartValues.from_batches(values, job.policy)
+    return ProbePartValues.from_batches(values, job.policy)
 
 
 def _total_loss(model: Any, x: Any, y: Any, output: Any) -> list[float]:

@@ -19,7 +19,7 @@ from farandole.spark.common.model.base import FarandoleModel
 from farandole.spark.common.model.model_summary import LayerSummary
 from farandole.spark.common.parameter import Parameter
 from farandole.spark.common.saving.persistence import ParamsWritable
-from farandole.spark.keras.arrays import input_keys, model_argument
+from farandole.spark.keras.arrays import input_keys, arrange_model_argument
 from farandole.spark.keras.predict import KerasPredictor, call_model
 from farandole.spark.keras.saving import payload
 from farandole.spark.keras.saving.objects import custom_objects
@@ -61,13 +61,13 @@ class KerasModel(ParamsWritable, FarandoleModel, MLReadable["KerasModel"]):
     history: Parameter[Mapping[str, Sequence[Any]]] = Parameter(
         "Losses and metrics, a list per name with a number per epoch, as `fit` of Keras returns "
         "them.",
-        check.any_value,
+        check.accept_any_value,
         default=None,
     )
-    model: Parameter[keras.Model] = Parameter("The trained model.", check.any_value, default=None)
+    model: Parameter[keras.Model] = Parameter("The trained model.", check.accept_any_value, default=None)
     custom_objects: Parameter[Mapping[str, Any]] = Parameter(
         "Classes and functions by name that loading the model needs.",
-        check.converted_by(dict),
+        check.make_conversion_check(dict),
         default={},
     )
 
@@ -101,7 +101,7 @@ class KerasModel(ParamsWritable, FarandoleModel, MLReadable["KerasModel"]):
         keys = input_keys(model, self._input_columns())
         known = custom_objects(model, self.getCustomObjects())
         export_onnx(model, known, signature, keys, labels, self.getOutputCols(), path, opset=opset)
-        return lambda batch: call_model(model, model_argument(batch, keys), labels, backend)
+        return lambda batch: call_model(model, arrange_model_argument(batch, keys), labels, backend)
 
     def _layer_summaries(self) -> list[LayerSummary]:
         return layer_summaries(self.getModel())

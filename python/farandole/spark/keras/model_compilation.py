@@ -95,7 +95,7 @@ def has_custom_train_step(model: Any) -> bool:
     return type(model).train_step is not keras.Model.train_step
 
 
-def build_model(model: Any, shape: KerasModelShape) -> None:
+def build_by_zero_call(model: Any, shape: KerasModelShape) -> None:
     """Builds a model that has not been, by a call.
 
     Args:
@@ -106,7 +106,7 @@ def build_model(model: Any, shape: KerasModelShape) -> None:
         ValueError: it does not take them.
     """
     if not all(layer.built for layer in model._flatten_layers()):  # noqa: SLF001 - as Keras asks
-        _call_model(model, shape)
+        _call_on_zeros(model, shape)
 
 
 def copy_and_compile(
@@ -128,7 +128,7 @@ def copy_and_compile(
     Raises:
         ValueError: Keras cannot save or load the model; the message names the missing part.
     """
-    if type(model).compile is not keras.Model.compile and not _restores_compile_config(model):
+    if type(model).compile is not keras.Model.compile and not _overrides_compile_from_config(model):
         raise ValueError(
             f"{type(model).__name__} overrides compile(): it must override get_compile_config() "
             "and compile_from_config(), too, so that training processes can compile it"
@@ -137,9 +137,9 @@ def copy_and_compile(
     copy = _copy_model(model, found)
     arguments = {**compile_arguments(model), **given}
     if optimizer is not None and optimizer is not getattr(model, "optimizer", None):
-        arguments["optimizer"] = _fresh_optimizer(optimizer, found, backward_passes)
+        arguments["optimizer"] = _recreate_optimizer(optimizer, found, backward_passes)
     elif backward_passes > 1:
-        arguments["optimizer"] = _fresh_optimizer(model.optimizer, found, backward_passes)
+        arguments["optimizer"] = _recreate_optimizer(model.optimizer, found, backward_passes)
     else:
         arguments["optimizer"] = copy.optimizer if copy.compiled else model.optimizer
     if type(model).compile is keras.Model.compile:
@@ -147,13 +147,13 @@ def copy_and_compile(
     if not copy.optimizer.built:
         copy.optimizer.build(copy.trainable_variables)
     packed = payload.pack_model(copy)
-    loaded = _load_copy(packed, found)
+    loaded = _unpack_model_copy(packed, found)
     loss = arguments.get("loss")
-    restore_loss(loaded, loss)
+    restore_compiled_loss(loaded, loss)
     return CompiledModelCopy(loaded, packed, found, loss)
 
 
-def restore_loss(model: Any, loss: Any) -> None:
+def restore_compiled_loss(model: Any, loss: Any) -> None:
     """Gives a model back the loss it was compiled with, which its file has only in part.
 
     Args:
@@ -188,7 +188,7 @@ def try_model(
         ValueError: something does not fit.
     """
     model = compiled.model
-    value = _call_model(model, shape)
+    value = _call_on_zeros(model, shape)
     names = [column.name for column in columns]
     keys = output_keys(value, names)
     outputs = [tuple(output.shape) for output in flat_outputs(value, keys, len(names))]
@@ -236,7 +236,7 @@ def _try_losses(
         )
 
 
-def _call_model(model: Any, shape: KerasModelShape) -> Any:
+def _call_on_zeros(model: Any, shape: KerasModelShape) -> Any:
     x, _ = zero_batch(shape, (), 2)
     try:
         return model(keras.tree.map_structure(keras.ops.convert_to_tensor, x), training=False)
@@ -251,10 +251,10 @@ def _copy_model(model: Any, found: Mapping[str, Any]) -> Any:
         raise ValueError(
             f"Keras cannot save the model {model.name!r}, so no process can get it: {error}"
         ) from error
-    return _load_copy(packed, found)
+    return _unpack_model_copy(packed, found)
 
 
-def _load_copy(packed: bytes, found: Mapping[str, Any]) -> Any:
+def _unpack_model_copy(packed: bytes, found: Mapping[str, Any]) -> Any:
     try:
         return payload.unpack_model(
             packed, found, safe_mode=False
@@ -267,11 +267,11 @@ def _load_copy(packed: bytes, found: Mapping[str, Any]) -> Any:
         ) from error
 
 
-def _restores_compile_config(model: Any) -> bool:
+def _overrides_compile_from_config(model: Any) -> bool:
     return type(model).compile_from_config is not keras.Model.compile_from_config
 
 
-def _fresh_optimizer(optimizer: Any, found: Mapping[str, Any], backward_passes: int) -> Any:
+def _recreate_optimizer(optimizer: Any, found: Mapping[str, Any], backward_passes: int) -> Any:
     """Returns the optimizer of a name or configuration, without the state and variables of any
     model.
     """

@@ -55,30 +55,30 @@ class KerasPredictor(BatchPredictor):
         """Like `BatchPredictor.create_inputs`; the inputs are arrays."""
         from farandole.spark.keras.arrays import input_arrays
 
-        return input_arrays(self._model_shape(columns, model), columns, rows)
+        return input_arrays(self._input_shape_of_columns(columns, model), columns, rows)
 
-    def _model_shape(self, values: dict[str, npt.NDArray[Any]], model: Any) -> KerasModelShape:
+    def _input_shape_of_columns(self, values: dict[str, npt.NDArray[Any]], model: Any) -> KerasModelShape:
         """Returns the model's inputs, made of these columns."""
-        from farandole.spark.common.data.reading import array_columns
+        from farandole.spark.common.data.reading import columns_from_sample_arrays
         from farandole.spark.keras.arrays import create_keras_inputs
         from farandole.spark.keras.job import KerasModelShape
 
-        columns = array_columns(values)
+        columns = columns_from_sample_arrays(values)
         return KerasModelShape(*create_keras_inputs(model, self.groups, columns), None)
 
     def call_model(
         self, model: Any, columns: dict[str, npt.NDArray[Any]], rows: int
     ) -> list[npt.NDArray[Any]]:
         """Like `BatchPredictor.call_model`."""
-        from farandole.spark.keras.arrays import describe_misfit, model_inputs
+        from farandole.spark.keras.arrays import describe_misfit, build_model_argument
 
-        shape = self._model_shape(columns, model)
+        shape = self._input_shape_of_columns(columns, model)
         try:
             with _no_gradients(self.backend):
-                value = model(model_inputs(shape, columns, rows), training=False)
+                value = model(build_model_argument(shape, columns, rows), training=False)
         except Exception as error:  # noqa: BLE001 - told in a sentence, Spark adds the rest
             raise ValueError(describe_misfit(shape, error)) from None
-        return _output_arrays(value, self.labels)
+        return _outputs_as_numpy(value, self.labels)
 
 
 def call_model(
@@ -94,10 +94,10 @@ def call_model(
     """
     with _no_gradients(backend):
         value = model(argument, training=False)
-    return _output_arrays(value, labels)
+    return _outputs_as_numpy(value, labels)
 
 
-def _output_arrays(value: Any, labels: Sequence[str]) -> list[npt.NDArray[Any]]:
+def _outputs_as_numpy(value: Any, labels: Sequence[str]) -> list[npt.NDArray[Any]]:
     from farandole.spark.keras.arrays import flat_outputs, output_keys
 
     found = flat_outputs(value, output_keys(value, labels), len(labels))

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from farandole.spark.common.data.reading import PROBE_PART_ROWS
-from farandole.spark.keras.arrays import model_inputs, model_labels
+from farandole.spark.keras.arrays import build_model_argument, model_labels
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,7 +50,7 @@ def read_probe_batches(job: KerasTrainingJob, transformation: Any) -> list[Probe
     found = []
     for columns, rows in job.data.read_probe_parts(transformation):
         given = (
-            model_inputs(job.shape, columns, rows),
+            build_model_argument(job.shape, columns, rows),
             model_labels(job.shape, job.labels, columns, rows),
         )
         x, y = (keras.tree.map_structure(keras.ops.convert_to_tensor, one) for one in given)
@@ -63,7 +63,7 @@ def read_probe_batches(job: KerasTrainingJob, transformation: Any) -> list[Probe
 
 
 @dataclass(frozen=True)
-class PartValues:
+class ProbePartValues:
     """Values of the batches of `read_probe_batches`; each value is a number or an array.
 
     Attributes:
@@ -80,7 +80,7 @@ class PartValues:
     """Number of all rows."""
 
     @classmethod
-    def from_batches(cls, values: Sequence[Sequence[Any]], policy: str) -> PartValues:
+    def from_batches(cls, values: Sequence[Sequence[Any]], policy: str) -> ProbePartValues:
         """Returns the values of all batches.
 
         Args:
@@ -104,13 +104,13 @@ class PartValues:
         weighed = zip(values, PROBE_PART_ROWS, strict=True)
         return sum(value * (count / self.row_count) for value, count in weighed)
 
-    def is_reduced(self, index: int, word: str) -> bool:
+    def matches_reduced_parts(self, index: int, word: str) -> bool:
         """Returns whether a value of all rows is the mean, or the sum, of the values of parts."""
         return are_close(self.whole[index], self.reduce_parts(index, word), self.tolerance)
 
     def reduction(self, index: int) -> str | None:
         """Returns `"mean"` or `"sum"` if a value is one over rows."""
-        return next((word for word in ("mean", "sum") if self.is_reduced(index, word)), None)
+        return next((word for word in ("mean", "sum") if self.matches_reduced_parts(index, word)), None)
 
 
 def are_close(first: npt.ArrayLike, second: npt.ArrayLike, tolerance: float) -> bool:

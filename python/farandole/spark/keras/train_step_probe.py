@@ -20,7 +20,7 @@ import numpy as np
 from farandole._keras.values import as_array
 from farandole.spark.keras.probe_rows import (
     LOSS_OPTIONS,
-    PartValues,
+    ProbePartValues,
     are_close,
     read_probe_batches,
 )
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from farandole.spark.keras.probe_rows import ProbeBatch
 
 
-def check_train_step(
+def refuse_non_mean_train_step(
     job: KerasTrainingJob,
     model: Any,
     transformation: Any,
@@ -62,10 +62,10 @@ def check_train_step(
         return
     batches = read_probe_batches(job, transformation)
     try:
-        with _infer_in_layers(model):
+        with _run_layers_in_inference(model):
             gradients = [_step_gradients(model, batch) for batch in [batches[0], *batches]]
     except Exception as error:  # noqa: BLE001 - a step outside of fit may raise any exception
-        _warn_untried(name, f"{type(error).__name__}: {error}")
+        _warn_of_untried_loss(name, f"{type(error).__name__}: {error}")
         return
     again, *gradients = gradients
     if not again.size:
@@ -74,11 +74,11 @@ def check_train_step(
             "model of its own. Call self.optimizer.apply(gradients, variables), or on JAX "
             "self.optimizer.stateless_apply(...)"
         )
-    found = PartValues.from_batches([[gradient] for gradient in gradients], job.policy)
+    found = ProbePartValues.from_batches([[gradient] for gradient in gradients], job.policy)
     if len({gradient.size for gradient in gradients}) > 1 or not are_close(
         again, found.whole[0], found.tolerance
     ):
-        _warn_untried(name, "two calls with the same rows give different gradients")
+        _warn_of_untried_loss(name, "two calls with the same rows give different gradients")
     elif found.reduction(0) == "sum":
         raise ValueError(
             f"the loss in {name} is a sum over rows: the gradients of {found.row_count} rows are "
@@ -93,7 +93,7 @@ def check_train_step(
         )
 
 
-def _warn_untried(name: str, reason: str) -> None:
+def _warn_of_untried_loss(name: str, reason: str) -> None:
     warnings.warn(
         f"{name} cannot be tried before the fit ({reason}), so its loss is taken for a mean over "
         "rows. With a sum, or a loss that divides by more than rows, several processes or passes "
@@ -149,7 +149,7 @@ def _step_gradients(model: Any, batch: ProbeBatch) -> Any:
 
 
 @contextlib.contextmanager
-def _infer_in_layers(model: Any) -> Iterator[None]:
+def _run_layers_in_inference(model: Any) -> Iterator[None]:
     """Lets all layers compute as in inference."""
     changed = []
     for layer in model._flatten_layers():  # noqa: SLF001 - layers of layers have no public API

@@ -9,21 +9,21 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from farandole.runner.backend import max_processes
-from farandole.spark.common.datamodule import check_data_module
+from farandole.spark.common.datamodule import resolve_data_module_class
 from farandole.spark.common.runs.digests import class_name
 from farandole.spark.common.runs.fingerprint import FingerprintPart
-from farandole.spark.common.training_plan import TrainingPlan
+from farandole.spark.common.training_plan import FrameworkTrainingJob
 from farandole.spark.lightning.job import LightningTrainingJob, LightningUserObjects
 from farandole.spark.lightning.model import TorchModel
 from farandole.spark.lightning.module_wrapper import wrap_module
 from farandole.spark.lightning.params import LightningParams
 from farandole.spark.lightning.remote import compression_hook_arguments, train_rank
-from farandole.spark.lightning.step_probe import check_training_step
+from farandole.spark.lightning.step_probe import refuse_non_mean_training_step
 from farandole.spark.torch import mapping
 from farandole.spark.torch.columns.losses import construct_losses
 from farandole.spark.torch.estimator_base import TorchEstimatorBase
 from farandole.spark.torch.job import TorchLabel, TorchUserObjects
-from farandole.spark.torch.loss_probe import check_loss_forms
+from farandole.spark.torch.loss_probe import try_unknown_losses
 from farandole.spark.torch.saving import payload
 from farandole.spark.torch.saving.persistence import (
     TorchEstimatorParamsReadable,  # noqa: F401 - Horovod has these here
@@ -102,7 +102,7 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
         """Returns the class of the fitted model."""
         return TorchModel
 
-    def _plan_training(self, prepared: Prepared, backend: Backend) -> TrainingPlan:
+    def _plan_training(self, prepared: Prepared, backend: Backend) -> FrameworkTrainingJob:
         sampled = self._sample_columns(prepared, backend)
         fingerprint = self._fit_fingerprint(prepared, backend.num_processes(), {})
         is_plain, losses = self._lightning_package() is None, self._constructed_losses()
@@ -114,15 +114,15 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
         if isinstance(objects.data_module, type | None):  # else its rows and batches are unknown
             most, changes = max_processes(backend), objects.transformation
             if is_plain:
-                check_loss_forms(job, losses, module.model, changes, processes=most)
+                try_unknown_losses(job, losses, module.model, changes, processes=most)
             else:
-                check_training_step(job, module, changes, processes=most)
+                refuse_non_mean_training_step(job, module, changes, processes=most)
 
         def load_result(trained: TorchTrainingResult) -> torch.nn.Module:
             module.load_state_dict(payload.unpack_state(trained.checkpoint)["model"])
             return module.model if is_plain else module
 
-        return TrainingPlan(
+        return FrameworkTrainingJob(
             job=job,
             fingerprint=fingerprint,
             train=train_rank,
@@ -173,7 +173,7 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
         objects = LightningUserObjects(
             module=self.getModel(),
             transformation=sampled.transformation,
-            data_module=check_data_module(self.getDataModule()),
+            data_module=resolve_data_module_class(self.getDataModule()),
             callbacks=tuple(self.getCallbacks()),
             logger=self.getLogger(),
             profiler=self.getProfiler(),
@@ -184,7 +184,7 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
             one for one in _LIGHTNING_PACKAGES if find_spec(one.partition(".")[0]) is not None
         )
         if package is None:
-            labels = mapping.find_index_lists(
+            labels = mapping.mark_class_index_lists(
                 labels, losses, sampled.inputs, self.getModel(), sampled.rows
             )
             objects.module = wrap_module(
@@ -201,7 +201,7 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
                 weight=self.getSampleWeightCol(),
                 reduction=self.getLossReduction(),
             )
-        packed = payload.pack_objects(
+        packed = payload.pickle_job_objects(
             objects,
             module="model",
             compression="gradient_compression",
@@ -218,7 +218,7 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
             gpus=self.getNumGpus(),
             allow_pickle=self.getAllowPickle(),
         )
-        return job, payload.unpack_pickle(packed)
+        return job, payload.unpickle_on_cpu(packed)
 
     def _constructed_losses(self) -> list[Any]:
         """Returns the losses of a plain module; for a `LightningModule`, placeholders by which

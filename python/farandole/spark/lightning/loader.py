@@ -11,12 +11,12 @@ import torch
 
 from farandole.spark.common.data.source import EpochPosition
 from farandole.spark.torch.columns.tensors import check_finite_inputs, input_tensor, label_tensor
-from farandole.spark.torch.training.step_counts import StepCounts, count_steps
+from farandole.spark.torch.training.step_counts import StepLossDivisors, batches_with_step_counts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from farandole.spark.common.data.source import SourceBatch
+    from farandole.spark.common.data.source import PaddedRankBatch
     from farandole.spark.torch.job import TorchTrainingJob
     from farandole.spark.torch.training.setup import BatchedSource
     from farandole.spark.torch.training.step_counts import LabelCounter
@@ -26,7 +26,7 @@ _REMEMBERED_BATCHES = 8
 
 
 @dataclass(frozen=True)
-class ReadBatch:
+class YieldedBatchRecord:
     """A batch that a loader has yielded.
 
     Attributes:
@@ -36,7 +36,7 @@ class ReadBatch:
     """
 
     valid: int
-    counts: StepCounts | None = None
+    counts: StepLossDivisors | None = None
     own: tuple[float, ...] = ()
 
 
@@ -78,7 +78,7 @@ class LightningLoader:
         self._size = size
         self._passes = passes
         self._counter = counter
-        self._read: dict[int, ReadBatch] = {}
+        self._read: dict[int, YieldedBatchRecord] = {}
         source.set_epoch_start(self._position)
         self.checked = False
 
@@ -97,7 +97,7 @@ class LightningLoader:
         """
         return self._source.position_after_steps(epoch, self._position.steps + steps)
 
-    def read_batch(self, index: int) -> ReadBatch:
+    def yielded_batch_record(self, index: int) -> YieldedBatchRecord:
         """Returns the record of a batch that this loader has yielded.
 
         Args:
@@ -105,7 +105,7 @@ class LightningLoader:
         """
         return self._read[index]
 
-    def global_rows(self, first: int, last: int) -> int:
+    def global_row_count(self, first: int, last: int) -> int:
         """Returns the rows of all ranks in the batches from `first` up to, not including, `last`.
 
         Args:
@@ -117,7 +117,7 @@ class LightningLoader:
         )
         return max(1, found or 0)
 
-    def filled_batches(self, first: int, last: int) -> int:
+    def nonempty_batch_count(self, first: int, last: int) -> int:
         """Returns how many batches of all ranks have rows.
 
         Args:
@@ -125,7 +125,7 @@ class LightningLoader:
             last: number of a later batch.
         """
         return sum(
-            min(self._size, self.global_rows(index, index + 1)) for index in range(first, last)
+            min(self._size, self.global_row_count(index, index + 1)) for index in range(first, last)
         )
 
     def rewind_to_start(self) -> None:
@@ -143,10 +143,10 @@ class LightningLoader:
         host, allow_nan = torch.device("cpu"), self._job.data.missing.allow_nan
         steps, index = self._epoch_step_count(), -1
         self._read = {}
-        for rows, counts in self._counted_batches(epoch, steps):
+        for rows, counts in self._batches_with_counts(epoch, steps):
             index += 1
             own = () if self._counter is None else tuple(self._counter.count_batch(rows))
-            self._read[index] = ReadBatch(rows.valid, counts, own)
+            self._read[index] = YieldedBatchRecord(rows.valid, counts, own)
             self._read.pop(index - _REMEMBERED_BATCHES, None)
             count = rows.valid or 1
             if not (self.checked or allow_nan):
@@ -166,13 +166,13 @@ class LightningLoader:
             yield batch
         self.checked = True
 
-    def _counted_batches(
+    def _batches_with_counts(
         self, epoch: int, steps: int
-    ) -> Iterator[tuple[SourceBatch, StepCounts | None]]:
+    ) -> Iterator[tuple[PaddedRankBatch, StepLossDivisors | None]]:
         batches = self._source.epoch(epoch, steps)
         if self._counter is None:
             return ((rows, None) for rows in batches)
-        return count_steps(
+        return batches_with_step_counts(
             batches,
             self._source,
             self._counter,

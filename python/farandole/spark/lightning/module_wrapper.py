@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from farandole.spark.torch.columns.loss_terms import LabelLoss, mean_of_terms
+from farandole.spark.torch.columns.loss_terms import LabelLoss, mean_batch_loss
 from farandole.spark.torch.columns.losses import shape_label
 from farandole.spark.torch.columns.tensors import flat_outputs
-from farandole.spark.torch.training.batches import empty_terms
+from farandole.spark.torch.training.batches import zero_loss_terms
 from farandole.spark.torch.training.step_counts import LabelCounter
 
 if TYPE_CHECKING:
@@ -116,9 +116,9 @@ class _PlainModuleSteps:
         ]
         weights = None if self._weight is None else batch[self._weight]
         loader = self._loaders[stage]
-        read = None if loader is None else loader.read_batch(index)
+        read = None if loader is None else loader.yielded_batch_record(index)
         if read is not None and not read.valid:
-            terms = empty_terms(outputs)
+            terms = zero_loss_terms(outputs)
         else:
             own = read.own if read is not None and read.own else None
             terms = [
@@ -138,7 +138,7 @@ class _PlainModuleSteps:
         for position, term in enumerate(terms):
             sums[position] = sums[position] + term.value.detach().double() * term.scale
             counts[position] += term.count
-        loss = mean_of_terms(terms)
+        loss = mean_batch_loss(terms)
         values = {f"{stage}_loss": loss} | {
             f"{stage}_{name}": value for name, value in self._metric_values(outputs, labels)
         }

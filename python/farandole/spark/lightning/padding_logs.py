@@ -13,7 +13,7 @@ import copy
 from typing import Any
 
 
-class PaddingLogs:
+class LoggedValuesBeforePadding:
     """The logged values from before a batch of padding.
 
     Args:

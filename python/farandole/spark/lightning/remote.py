@@ -40,7 +40,7 @@ from farandole.stores.pickle_policy import (
     ALLOW_PICKLE_PARAMETER,
     ALLOW_PICKLE_VARIABLE,
     PickleNotAllowedError,
-    resolve_decision,
+    resolve_pickle_decision,
 )
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def _start_training(
 ) -> TorchTrainingResult | None:
     prepare_process(job.loop, hvd.rank())
     device = choose_rank_device(job.loop.use_gpu and job.gpus != 0)
-    objects: LightningUserObjects = payload.unpack_pickle(job.objects)
+    objects: LightningUserObjects = payload.unpickle_on_cpu(job.objects)
     if not is_elastic():
         return _train_in_world(job, objects, device, folder, halt, None)
     from farandole.lightning import elastic  # noqa: PLC0415 - needs one of Lightning's packages
@@ -181,12 +181,12 @@ def _create_trainer(
     given = objects.logger or []
     loggers = given if isinstance(given, list | tuple) else [given]
     for logger in loggers:
-        _redirect_logger(logger, folder / "run" / job.store.logs_subdir)
+        _redirect_logger_directory(logger, folder / "run" / job.store.logs_subdir)
     callbacks = [*objects.callbacks, watch]
     arguments: dict[str, Any] = {
         "accelerator": "gpu" if device.type == "cuda" else "cpu",
         "devices": 1 if device.type == "cpu" else [device.index or 0],
-        "strategy": scaling_strategy_class(job.package)(
+        "strategy": loss_scaling_strategy_class(job.package)(
             watch, **compression_hook_arguments(objects.compression)
         ),
         "max_epochs": loop.epochs,
@@ -210,7 +210,7 @@ def _create_trainer(
     return lightning.Trainer(**arguments | objects.trainer_args)
 
 
-def scaling_strategy_class(package: str) -> type[Any]:
+def loss_scaling_strategy_class(package: str) -> type[Any]:
     """Returns the strategy whose backward passes scale losses by the rows of all ranks.
 
     Args:
@@ -218,7 +218,7 @@ def scaling_strategy_class(package: str) -> type[Any]:
     """
     from farandole.lightning.strategy import strategy_class  # noqa: PLC0415 - needs one of the two packages
 
-    class ScalingStrategy(strategy_class(package)):
+    class LossScalingStrategy(strategy_class(package)):
         def __init__(self, watch: LightningRunRecorder, **options: Any) -> None:
             super().__init__(**options)
             self._watch = watch
@@ -227,7 +227,7 @@ def scaling_strategy_class(package: str) -> type[Any]:
             scaled = self._watch.scale_loss(closure_loss, self.lightning_module.trainer)
             return super().backward(scaled, *args, **kwargs)
 
-    return ScalingStrategy
+    return LossScalingStrategy
 
 
 def compression_hook_arguments(compression: Any) -> dict[str, Any]:
@@ -259,7 +259,7 @@ def compression_hook_arguments(compression: Any) -> dict[str, Any]:
     )
 
 
-def _redirect_logger(logger: Any, directory: Path) -> None:
+def _redirect_logger_directory(logger: Any, directory: Path) -> None:
     """Lets a logger write its files to the directory from which they are copied to the store."""
     for name in ("_root_dir", "_save_dir"):
         if hasattr(logger, name):
@@ -271,15 +271,15 @@ def _weights_only_argument(job: LightningTrainingJob, trainer: Any) -> dict[str,
 
     # `_load_checkpoint` has refused a checkpoint that contains code.
     takes = "weights_only" in inspect.signature(trainer.fit).parameters
-    return {"weights_only": not resolve_decision(job.allow_pickle)} if takes else {}
+    return {"weights_only": not resolve_pickle_decision(job.allow_pickle)} if takes else {}
 
 
 def _load_checkpoint(job: LightningTrainingJob, found: bytes) -> dict[str, Any]:
     """Returns the checkpoint. Without the user's consent, a checkpoint whose unpickling runs code
     raises an error.
     """
-    if resolve_decision(job.allow_pickle):
-        return payload.unpack_pickle(found)
+    if resolve_pickle_decision(job.allow_pickle):
+        return payload.unpickle_on_cpu(found)
     try:
         return payload.unpack_state(found)
     except pickle.UnpicklingError as error:

@@ -27,10 +27,10 @@ from farandole.spark.common.show.epoch_reports import (
     write_history,
 )
 from farandole.spark.common.show.meter import StepMeter
-from farandole.spark.lightning.padding_logs import PaddingLogs
+from farandole.spark.lightning.padding_logs import LoggedValuesBeforePadding
 from farandole.stores import durable
-from farandole.stores.pickle_policy import resolve_decision
-from farandole.torch.sync_batch_norm import leave_out_padding
+from farandole.stores.pickle_policy import resolve_pickle_decision
+from farandole.torch.sync_batch_norm import exclude_padding_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -86,7 +86,7 @@ class LightningRunRecorder:
         self.halt = halt
         self._batch_index = 0
         self._loaders: dict[str, LightningLoader | None] = {"train": None, "val": None}
-        self._padding_logs: PaddingLogs | None = None
+        self._padding_logs: LoggedValuesBeforePadding | None = None
         self._padding_scope = contextlib.ExitStack()
         halt.begin_epoch()
 
@@ -121,24 +121,24 @@ class LightningRunRecorder:
             return prepared
         if loader is None:
             return loss
-        rows = loader.read_batch(index).valid
+        rows = loader.yielded_batch_record(index).valid
         if self.job.loss_reduction == "sum":
             return loss * float(passes * self.size if rows else 0)
         first = index - index % passes
         last = min(first + passes, int(trainer.num_training_batches))
         if self.job.loss_reduction == "per_batch":
-            batches = loader.filled_batches(first, last)
+            batches = loader.nonempty_batch_count(first, last)
             return loss * (passes * self.size / batches if rows else 0.0)
-        return loss * (rows * passes * self.size / loader.global_rows(first, last))
+        return loss * (rows * passes * self.size / loader.global_row_count(first, last))
 
     def _begin_batch(self, trainer: Any, stage: str, index: int) -> None:
         """Notes the batch in progress."""
         if stage == "train":
             self._batch_index = index
         loader = self._loaders[stage]
-        if loader is not None and not loader.read_batch(index).valid:
-            self._padding_logs = PaddingLogs(trainer)
-            self._padding_scope.enter_context(leave_out_padding(0, 1))
+        if loader is not None and not loader.yielded_batch_record(index).valid:
+            self._padding_logs = LoggedValuesBeforePadding(trainer)
+            self._padding_scope.enter_context(exclude_padding_rows(0, 1))
 
     def on_exception(self, *_: Any) -> None:
         """Lets the next batch count, also if this one has failed."""
@@ -153,7 +153,7 @@ class LightningRunRecorder:
             self._padding_logs.restore()
             self._padding_logs = None
         loader = self._loaders[stage]
-        return _batch_row_count(batch) if loader is None else loader.read_batch(index).valid
+        return _batch_row_count(batch) if loader is None else loader.yielded_batch_record(index).valid
 
     def on_train_epoch_start(self, *_: Any) -> None:
         """Resets the counts."""
@@ -164,7 +164,7 @@ class LightningRunRecorder:
 
     def on_train_batch_start(self, trainer: Any, _module: Any, _batch: Any, index: int) -> None:
         """Notes the batch in progress."""
-        self.meter.begin_batch()
+        self.meter.mark_rows_read()
         self._begin_batch(trainer, "train", index)
 
     def on_train_batch_end(
@@ -210,7 +210,7 @@ class LightningRunRecorder:
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         """Writes the history's entry and the checkpoint; a collective call."""
-        self.meter.finish_report()
+        self.meter.report_remaining_means()
         seconds = time.monotonic() - self.started
         logged = {
             name: float(value)
@@ -218,7 +218,7 @@ class LightningRunRecorder:
             if value.numel() == 1
         }
         records = allgather_plain(
-            (logged, self.rows, self.val_rows, self.total, self._known_loss_sums(module))
+            (logged, self.rows, self.val_rows, self.total, self._take_plain_loss_sums(module))
         )
         rows = sum(record[1] for record in records)
         before, loss_before = self._earlier_totals
@@ -240,7 +240,7 @@ class LightningRunRecorder:
             "loss", (loss_before + sum(record[3] for record in records)) / max(rows, 1)
         )
         if not before:
-            for part, loss in _known_losses([record[4] for record in records]).items():
+            for part, loss in _global_plain_losses([record[4] for record in records]).items():
                 parts[part]["loss"] = loss
         entry: dict[str, Any] = {"epoch": len(self.history)}
         for part, numbers in parts.items():
@@ -260,7 +260,7 @@ class LightningRunRecorder:
         ) or self.halt.should_stop_after_epoch(self.rank):
             trainer.should_stop = True
 
-    def _known_loss_sums(self, module: Any) -> dict[str, Any]:
+    def _take_plain_loss_sums(self, module: Any) -> dict[str, Any]:
         """Returns the sums and counts of the losses of a plain module, and begins new ones."""
         found = getattr(module, "loss_sums", None)
         if found is None:
@@ -332,7 +332,7 @@ class LightningRunRecorder:
             with open(chosen, "rb") as file:  # noqa: PTH123 - Lightning's own path
                 found = file.read()
         if found is not None:
-            trusted = resolve_decision(self.job.allow_pickle)
+            trusted = resolve_pickle_decision(self.job.allow_pickle)
             return torch.load(io.BytesIO(found), map_location="cpu", weights_only=not trusted)[
                 "state_dict"
             ]
@@ -350,7 +350,7 @@ def recorder_class(package: str) -> type[Any]:
     return type("FarandoleRunRecorder", (LightningRunRecorder, base), {"__module__": __name__})
 
 
-def _known_losses(sums_by_stage: list[dict[str, Any]]) -> dict[str, float]:
+def _global_plain_losses(sums_by_stage: list[dict[str, Any]]) -> dict[str, float]:
     """Returns the losses of a plain module over the rows of all ranks, by part of the history.
 
     Args:

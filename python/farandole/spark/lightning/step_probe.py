@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from farandole.spark.torch.columns.tensors import input_tensor
-from farandole.spark.torch.loss_probe import PartLoss, check_parts
+from farandole.spark.torch.loss_probe import PartLoss, check_whole_against_parts
 from farandole.spark.torch.training.source import to_tensors
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from farandole.spark.torch.job import TorchTrainingJob
 
 
-def check_training_step(
+def refuse_non_mean_training_step(
     job: TorchTrainingJob,
     module: Any,
     transformation: Any,
@@ -60,7 +60,7 @@ def check_training_step(
         for loss, (_, rows) in zip(losses, tried, strict=True)
         if loss is not None
     ]
-    check_parts(whole, parts, f"the loss of training_step of {type(module).__name__}")
+    check_whole_against_parts(whole, parts, f"the loss of training_step of {type(module).__name__}")
 
 
 def _step_loss(

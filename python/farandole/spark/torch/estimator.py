@@ -7,9 +7,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from farandole.runner.backend import max_processes
-from farandole.spark.common.datamodule import check_data_module
+from farandole.spark.common.datamodule import resolve_data_module_class
 from farandole.spark.common.runs.fingerprint import FingerprintPart
-from farandole.spark.common.training_plan import TrainingPlan
+from farandole.spark.common.training_plan import FrameworkTrainingJob
 from farandole.spark.torch import callbacks, mapping
 from farandole.spark.torch.columns.loss_terms import check_weighable, find_loss_reduction
 from farandole.spark.torch.columns.losses import construct_losses
@@ -17,7 +17,7 @@ from farandole.spark.torch.columns.tensors import describe_output
 from farandole.spark.torch.estimator_base import TorchEstimatorBase
 from farandole.spark.torch.fingerprint_parts import optimizer_totals
 from farandole.spark.torch.job import TorchLabel, TorchTrainingJob, TorchUserObjects
-from farandole.spark.torch.loss_probe import check_loss_forms
+from farandole.spark.torch.loss_probe import try_unknown_losses
 from farandole.spark.torch.model import TorchModel
 from farandole.spark.torch.remote import train_rank
 from farandole.spark.torch.saving import payload
@@ -72,14 +72,14 @@ class TorchEstimator(TorchEstimatorBase):
         if dtypes is not None and len(dtypes) != inputs:
             raise ValueError(f"input_dtypes needs one type per input {inputs}: {dtypes}")
         callbacks.check_callbacks(self.getCallbacks())
-        if not callable(check_data_module(self.getDataModule()) or type):
+        if not callable(resolve_data_module_class(self.getDataModule()) or type):
             raise TypeError(f"data_module must be a class: {self.getDataModule()!r}")
 
     def get_model_class(self) -> type[TorchModel]:
         """Returns the class of the fitted model."""
         return TorchModel
 
-    def _plan_training(self, prepared: Prepared, backend: Backend) -> TrainingPlan:
+    def _plan_training(self, prepared: Prepared, backend: Backend) -> FrameworkTrainingJob:
         processes = backend.num_processes()
         sampled = self._sample_columns(prepared, backend)
         totals = optimizer_totals(self.getOptimizer(), processes)
@@ -89,7 +89,7 @@ class TorchEstimator(TorchEstimatorBase):
         if self.getDataModule() is None:
             mapping.check_batch_norms(job, objects.model, sampled.rows, processes)
         most = max_processes(backend)
-        check_loss_forms(job, losses, objects.model, objects.transformation, processes=most)
+        try_unknown_losses(job, losses, objects.model, objects.transformation, processes=most)
 
         def load_result(trained: TorchTrainingResult) -> torch.nn.Module:
             state = payload.unpack_state(trained.checkpoint)
@@ -97,7 +97,7 @@ class TorchEstimator(TorchEstimatorBase):
             objects.optimizer.load_state_dict(state["optimizer"])
             return objects.model
 
-        return TrainingPlan(
+        return FrameworkTrainingJob(
             job=job,
             fingerprint=fingerprint,
             train=train_rank,
@@ -132,9 +132,9 @@ class TorchEstimator(TorchEstimatorBase):
             train_minibatch=self.getTrainMinibatchFn(),
             transformation=sampled.transformation,
             callbacks=tuple(self.getCallbacks()),
-            data_module=check_data_module(self.getDataModule()),
+            data_module=resolve_data_module_class(self.getDataModule()),
         )
-        packed = payload.pack_objects(
+        packed = payload.pickle_job_objects(
             objects,
             losses="loss" if self.getLoss() is not None else "loss_constructors",
             compression="gradient_compression",
@@ -142,11 +142,11 @@ class TorchEstimator(TorchEstimatorBase):
             train_minibatch="train_minibatch_fn",
             transformation="transformation_fn",
         )
-        mine = payload.unpack_pickle(packed)
+        mine = payload.unpickle_on_cpu(packed)
         losses = construct_losses(mine, model=mine.model, optimizer=mine.optimizer, rank=0, size=1)
         # These may put other labels in place of those of the data.
         replaced = sampled.transformation or objects.data_module or self.getFill()
-        ranges = {} if replaced else mapping.known_ranges(prepared)
+        ranges = {} if replaced else mapping.combined_column_ranges(prepared)
         names, shapes = self.getLabelCols(), self.getLabelShapes()
         labels = [
             TorchLabel(*one, ranges.get(one[0].name))
@@ -156,7 +156,7 @@ class TorchEstimator(TorchEstimatorBase):
             **self._job_fields(prepared, fingerprint),
             objects=packed,
             inputs=sampled.inputs,
-            labels=mapping.find_index_lists(
+            labels=mapping.mark_class_index_lists(
                 labels, losses, sampled.inputs, mine.model, sampled.rows
             ),
             loss_weights=tuple(self.getLossWeights() or [1.0 / len(names)] * len(names)),

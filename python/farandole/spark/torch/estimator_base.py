@@ -12,7 +12,7 @@ import torch
 from farandole.data.columns import check_shapes_fit
 from farandole.runner.backend import max_processes
 from farandole.spark.common.data.reading import (
-    array_columns,
+    columns_from_sample_arrays,
     create_transformation,
     read_example_rows,
 )
@@ -98,18 +98,18 @@ class TorchEstimatorBase(
 
     def _sample_columns(self, prepared: Prepared, backend: Backend) -> SampledColumns:
         """Reads some rows, and checks model and columns against each other."""
-        mapping.check_embeddings(self.getModel(), max_processes(backend))
+        mapping.refuse_max_norm_embeddings(self.getModel(), max_processes(backend))
         transformation, shapes = create_transformation(self), self.getInputShapes()
         names = self._column_roles().stored_columns
         arrays = read_example_rows(self, prepared, names, transformation)
         rows = to_tensors(arrays)
         columns = {name: prepared.columns[name] for name in names}
         if transformation is not None:
-            columns = array_columns({name: arrays[name] for name in rows}, names)
+            columns = columns_from_sample_arrays({name: arrays[name] for name in rows}, names)
         inputs, labels = self._input_columns(), [[name] for name in self.getLabelCols()]
         check_shapes_fit(columns, inputs, shapes, "feature")
         check_shapes_fit(columns, labels, self.getLabelShapes(), "label")
-        mapping.check_weight_column(prepared, self.getSampleWeightCol())
+        mapping.refuse_useless_weights(prepared, self.getSampleWeightCol())
         made = create_torch_inputs(inputs, columns, shapes, self.getInputDtypes(), prepared)
         return SampledColumns(columns, rows, made, transformation)
 

@@ -56,7 +56,7 @@ def needs_probe(loss: Any, reduction: str | None) -> bool:
     return reduction is None and loss_sums.known_reduction(loss) is None
 
 
-def check_loss_parts(
+def check_label_loss_parts(
     torch_label: TorchLabel, loss: Any, output: torch.Tensor, parts: Sequence[ProbePart], name: str
 ) -> None:
     """Refuses a loss whose parts do not give the whole.
@@ -89,10 +89,10 @@ def check_loss_parts(
                 f"{error}"
             ) from error
         found.append(PartLoss(float(term.value) * term.scale, term.count))
-    check_parts(found[0], found[1:], name)
+    check_whole_against_parts(found[0], found[1:], name)
 
 
-def check_parts(whole: PartLoss, parts: Sequence[PartLoss], name: str) -> None:
+def check_whole_against_parts(whole: PartLoss, parts: Sequence[PartLoss], name: str) -> None:
     """Refuses a loss whose parts do not give the whole.
 
     Args:
@@ -122,7 +122,7 @@ def check_parts(whole: PartLoss, parts: Sequence[PartLoss], name: str) -> None:
     )
 
 
-def check_loss_forms(
+def try_unknown_losses(
     job: TorchTrainingJob,
     losses: Sequence[Any],
     model: torch.nn.Module,
@@ -150,7 +150,7 @@ def check_loss_forms(
     for label, loss, output, is_tried in zip(job.labels, losses, outputs, tried, strict=True):
         if is_tried:
             name = f"the loss {loss_sums.loss_name(loss)} of column {label.column.name!r}"
-            check_loss_parts(label, loss, output, parts, name)
+            check_label_loss_parts(label, loss, output, parts, name)
 
 
 def _is_close(whole: float, parts: Sequence[float]) -> bool:

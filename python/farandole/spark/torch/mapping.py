@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from farandole._native import prepare as native
-from farandole.data.columns import row_shape
+from farandole.data.columns import normalize_row_shape
 from farandole.spark.common.data.reading import EXAMPLE_ROWS
 from farandole.spark.common.runs.tracking import ModelExample
 from farandole.spark.torch.columns.losses import label_dtype, shape_label, takes_class_indices
@@ -55,7 +55,7 @@ def check_optimizer(model: torch.nn.Module, optimizer: Any) -> None:
         raise ValueError(f"the optimizer has parameters that the model does not have: {strange}")
 
 
-def check_embeddings(model: torch.nn.Module, processes: int) -> None:
+def refuse_max_norm_embeddings(model: torch.nn.Module, processes: int) -> None:
     """Refuses tables that every process would change by its own rows.
 
     Args:
@@ -117,7 +117,7 @@ def check_batch_norms(
     ends_small = any(are_synchronized) and job.data.train_rows % step_rows == 1
     if not is_small and not ends_small:
         return
-    few = _norms_of_one_value(job, model, rows, norms)
+    few = _single_value_batch_norms(job, model, rows, norms)
     for layer in few:
         if is_small and not isinstance(layer, SyncBatchNorm):
             raise ValueError(
@@ -133,7 +133,7 @@ def check_batch_norms(
             )
 
 
-def _norms_of_one_value(
+def _single_value_batch_norms(
     job: TorchTrainingJob,
     model: torch.nn.Module,
     rows: dict[str, torch.Tensor],
@@ -187,13 +187,13 @@ def map_labels(
     found = []
     for index, (name, loss) in enumerate(zip(names, losses, strict=True)):
         column = columns[name]
-        shape = None if shapes is None else (-1, *row_shape(shapes[index], column.element_count))
+        shape = None if shapes is None else (-1, *normalize_row_shape(shapes[index], column.element_count))
         dtype = label_dtype(loss, column)
         found.append((column, dtype, shape, dtype == "int64" and takes_class_indices(loss)))
     return found
 
 
-def find_index_lists(
+def mark_class_index_lists(
     labels: Sequence[TorchLabel],
     losses: Sequence[Any],
     inputs: Sequence[TorchInput],
@@ -247,7 +247,7 @@ def column_ranges(url: str) -> dict[str, tuple[float, float]]:
     }
 
 
-def known_ranges(prepared: Prepared) -> dict[str, tuple[float, float]]:
+def combined_column_ranges(prepared: Prepared) -> dict[str, tuple[float, float]]:
     """Returns the smallest and the largest value of each column, over training and validation rows.
     Columns for which one of them is unknown are left out.
 
@@ -265,7 +265,7 @@ def known_ranges(prepared: Prepared) -> dict[str, tuple[float, float]]:
     }
 
 
-def check_weight_column(prepared: Prepared, weight: str | None) -> None:
+def refuse_useless_weights(prepared: Prepared, weight: str | None) -> None:
     """Refuses weights that leave nothing to learn from.
 
     Args:
@@ -310,7 +310,7 @@ def try_model(
     ScoreSums(objects.metrics, job.labels)  # refuses metrics that do not go with the labels
     outputs = model_outputs(job.inputs, job.labels, objects.model, tensors)
     for torch_label, loss, found in zip(job.labels, losses, outputs, strict=True):
-        _check_known_classes(job, torch_label, loss, found)
+        _check_largest_class(job, torch_label, loss, found)
         _try_loss(torch_label, loss, found)
     return outputs
 
@@ -376,7 +376,7 @@ def model_outputs(
     return outputs
 
 
-def _check_known_classes(
+def _check_largest_class(
     job: TorchTrainingJob, torch_label: TorchLabel, loss: Any, output: torch.Tensor
 ) -> None:
     known = column_ranges(job.data.train_url).get(torch_label.column.name)

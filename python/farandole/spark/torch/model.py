@@ -44,26 +44,26 @@ class TorchModel(ParamsWritable, FarandoleModel, MLReadable["TorchModel"]):
     _UNUSED = ("_metadata",)  # Horovod's description of columns
 
     model: Parameter[torch.nn.Module] = Parameter(
-        "The trained module.", check.any_value, default=None
+        "The trained module.", check.accept_any_value, default=None
     )
     input_shapes: Parameter[Sequence[Sequence[int]]] = Parameter(
-        "Shape of each input's tensor, as in the estimator.", check.shape_list, default=None
+        "Shape of each input's tensor, as in the estimator.", check.check_shape_list, default=None
     )
     input_dtypes: Parameter[Sequence[str]] = Parameter(
-        "Type of each input's tensor, as in the estimator.", check.value_list, default=None
+        "Type of each input's tensor, as in the estimator.", check.check_value_list, default=None
     )
     optimizer: Parameter[torch.optim.Optimizer] = Parameter(
         "The optimizer after the last step, with the learning rate of one process.",
-        check.any_value,
+        check.accept_any_value,
         default=None,
     )
-    loss: Parameter[Any] = Parameter("The loss of the training.", check.any_value, default=None)
+    loss: Parameter[Any] = Parameter("The loss of the training.", check.accept_any_value, default=None)
     loss_constructors: Parameter[Any] = Parameter(
-        "The loss constructors of the training.", check.any_value, default=None
+        "The loss constructors of the training.", check.accept_any_value, default=None
     )
     use_gpu: Parameter[bool] = Parameter(
         "Whether to predict on a GPU; without it, if Spark assigned one to the task.",
-        check.boolean_flag,
+        check.check_boolean_flag,
         default=None,
     )
 
@@ -91,7 +91,7 @@ class TorchModel(ParamsWritable, FarandoleModel, MLReadable["TorchModel"]):
 
     def _create_predictor(self, dataset: DataFrame) -> TorchPredictor:
         return TorchPredictor(
-            **self._predictor_arguments(dataset, payload.pack_pickle(self.getModel())),
+            **self._predictor_arguments(dataset, payload.pickle_with_tensors(self.getModel())),
             shapes=self.getInputShapes(),
             dtypes=self.getInputDtypes(),
             use_gpu=self.getUseGpu(),

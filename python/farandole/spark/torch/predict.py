@@ -40,7 +40,7 @@ class TorchPredictor(BatchPredictor):
         """Like `BatchPredictor.load_model`; the model is on the task's device."""
         from farandole.spark.torch.saving import payload
 
-        return payload.unpack_pickle(load_prestaged(self.model)).eval().to(self._task_device())
+        return payload.unpickle_on_cpu(load_prestaged(self.model)).eval().to(self._task_device())
 
     def _task_device(self) -> str:
         """Returns the device of this task: the GPU that Spark assigned, or with `use_gpu` a
@@ -63,7 +63,7 @@ class TorchPredictor(BatchPredictor):
         """Like `BatchPredictor.create_inputs`; the inputs are tensors on the CPU."""
         import torch
 
-        from farandole.spark.common.data.reading import array_columns
+        from farandole.spark.common.data.reading import columns_from_sample_arrays
         from farandole.spark.torch.columns.tensors import create_torch_inputs, input_tensor
 
         del model
@@ -74,7 +74,7 @@ class TorchPredictor(BatchPredictor):
         }
         inputs = create_torch_inputs(
             self.groups,
-            array_columns(columns),
+            columns_from_sample_arrays(columns),
             self.shapes,
             self.dtypes or ["float32"] * len(self.groups),
             self.encoding,

@@ -25,14 +25,14 @@ from farandole.spark.common.runs.elastic_run import COMMIT_INTERVAL_STEPS, Elast
 from farandole.spark.common.runs.stop_request import StopCheck
 from farandole.spark.common.show.epoch_reports import EpochReporter
 from farandole.spark.torch.callbacks import CallbackGroup, TrainingState
-from farandole.spark.torch.columns.loss_terms import mean_of_terms
+from farandole.spark.torch.columns.loss_terms import mean_batch_loss
 from farandole.spark.torch.columns.losses import construct_losses
 from farandole.spark.torch.saving import payload
 from farandole.spark.torch.training.batch_norm import (
     average_moving_statistics,
-    least_batch_rows,
+    min_batch_rows_for_norms,
 )
-from farandole.spark.torch.training.batches import BatchEvaluator, UserMinibatch
+from farandole.spark.torch.training.batches import BatchEvaluator, UserMinibatchFunction
 from farandole.spark.torch.training.checkpoints import RunCheckpoints
 from farandole.spark.torch.training.elastic import TorchRunProgress
 from farandole.spark.torch.training.finite_loss import FiniteLossCheck
@@ -43,16 +43,16 @@ from farandole.spark.torch.training.setup import (
     move_loss_to_device,
     prepare_process,
 )
-from farandole.spark.torch.training.step_counts import count_steps
+from farandole.spark.torch.training.step_counts import batches_with_step_counts
 from farandole.spark.torch.training.steps import OptimizerStepper, gradient_operation
 
 if TYPE_CHECKING:
-    from farandole.spark.common.data.source import SourceBatch
+    from farandole.spark.common.data.source import PaddedRankBatch
     from farandole.spark.torch.columns.loss_terms import LossTerm
     from farandole.spark.torch.job import TorchTrainingJob, TorchTrainingResult, TorchUserObjects
     from farandole.spark.torch.training.batches import ScoredBatch
     from farandole.spark.torch.training.setup import BatchedSource
-    from farandole.spark.torch.training.step_counts import StepCounts
+    from farandole.spark.torch.training.step_counts import StepLossDivisors
 
 
 def train_rank(job: TorchTrainingJob) -> TorchTrainingResult | None:
@@ -80,7 +80,7 @@ class _TorchTrainer:
         self.size, self.rank = hvd.size(), hvd.rank()
         prepare_process(job.loop, self.rank)
         self.device = choose_rank_device(job.loop.use_gpu)
-        self.objects: TorchUserObjects = payload.unpack_pickle(job.objects)
+        self.objects: TorchUserObjects = payload.unpickle_on_cpu(job.objects)
         objects = self.objects
         self.model: torch.nn.Module = objects.model.to(self.device)
         self.history: list[dict[str, Any]] = []
@@ -110,7 +110,7 @@ class _TorchTrainer:
             self.size,
         )
         own = objects.train_minibatch
-        self.minibatch = UserMinibatch(own, self.batches, self.optimizer) if own else None
+        self.minibatch = UserMinibatchFunction(own, self.batches, self.optimizer) if own else None
         state = TrainingState(
             self.model, self.optimizer, self.rank, self.size, job.loop.epochs, history=self.history
         )
@@ -139,7 +139,7 @@ class _TorchTrainer:
             self.rank,
             self.size,
             moves=self.elastic_run.moves,
-            least_rows=least_batch_rows(self.model),
+            least_rows=min_batch_rows_for_norms(self.model),
         )
         with module:
             for epoch in range(len(self.history), self.loop.epochs):
@@ -174,7 +174,7 @@ class _TorchTrainer:
 
     def _begin_run(self) -> None:
         """Begins the run in the job's first world, fresh or from its checkpoint."""
-        found = self.checkpoints.resume_run(self.model, self.optimizer)
+        found = self.checkpoints.load_checkpoint_on_all_ranks(self.model, self.optimizer)
         rate_rows = found.get("rate_rows", self._step_rows())
         factor = self._rate_factor(rate_rows)
         for group in self.optimizer.param_groups:
@@ -236,7 +236,7 @@ class _TorchTrainer:
         if self.loop.lr_scheduler_interval == "epoch":
             self.stepper.step_scheduler(entry.get("validation", entry["train"])["loss"])
         self.callbacks.call_callbacks("on_epoch_end")
-        self.checkpoints.publish_epoch(self._checkpoint_state, self.history)
+        self.checkpoints.write_epoch_and_keep_best(self._checkpoint_state, self.history)
         if self.rank == 0:
             speed = rows / max(reached.seconds, 1e-9)
             self.reporter.report_epoch(entry, reached.place.steps, speed)
@@ -273,7 +273,7 @@ class _TorchTrainer:
         self.halt.begin_epoch()
         meter = self.stepper.meter
         meter.begin_epoch()
-        counted = count_steps(
+        counted = batches_with_step_counts(
             source.epoch(epoch, steps),
             source,
             self.batches.counter,
@@ -283,7 +283,7 @@ class _TorchTrainer:
             passes=self.loop.backward_passes_per_step,
         )
         for rows, counts in counted:
-            meter.begin_batch()
+            meter.mark_rows_read()
             step += 1
             outputs, labels, terms = self._train_batch(rows, counts, step - 1, steps)
             scores.add_batch(outputs, labels, terms, rows.valid)
@@ -301,7 +301,7 @@ class _TorchTrainer:
                 self.elastic_run.commit_progress(
                     **current_progress(), totals=scores.global_totals()
                 )
-        meter.finish_report()
+        meter.report_remaining_means()
         if self.minibatch is not None:
             self.minibatch.finish_epoch()
         self.losses.check_pending_losses()
@@ -320,7 +320,7 @@ class _TorchTrainer:
         return is_due and (self.minibatch is None or self.minibatch.is_between_steps)
 
     def _train_batch(
-        self, rows: SourceBatch, counts: StepCounts, step: int, steps: int
+        self, rows: PaddedRankBatch, counts: StepLossDivisors, step: int, steps: int
     ) -> ScoredBatch:
         passes = self.loop.backward_passes_per_step
         if self.minibatch is not None:
@@ -330,7 +330,7 @@ class _TorchTrainer:
         if step % passes == 0:
             self.optimizer.zero_grad()
         with self.stepper.meter.trace_phase("forward"), self.stepper.autocast_context():
-            outputs, labels, terms = self.batches.forward_batch(rows)
+            outputs, labels, terms = self.batches.forward_with_losses(rows)
         self._check_step_loss(rows, terms, step)  # before any gradient is computed from it
         self.stepper.backward(counts.step_loss(terms))
         if (step + 1) % passes == 0 or step == steps - 1:
@@ -339,10 +339,10 @@ class _TorchTrainer:
                 self.stepper.step_scheduler(None)
         return outputs, labels, terms
 
-    def _check_step_loss(self, rows: SourceBatch, terms: list[LossTerm], step: int) -> None:
+    def _check_step_loss(self, rows: PaddedRankBatch, terms: list[LossTerm], step: int) -> None:
         """Ends training at a loss that is not finite; one of padding alone does not count."""
         if rows.valid:
-            self.losses.check_step_loss(mean_of_terms(terms), step)
+            self.losses.check_step_loss(mean_batch_loss(terms), step)
 
     def _validate_epoch(self, source: BatchedSource, epoch: int) -> dict[str, Any]:
         self.model.eval()
@@ -350,7 +350,7 @@ class _TorchTrainer:
         with torch.no_grad(), self.stepper.autocast_context():
             for rows in source.epoch(epoch, self.job.data.val_steps or source.steps):
                 if rows.valid:
-                    scores.add_batch(*self.batches.forward_batch(rows), rows.valid)
+                    scores.add_batch(*self.batches.forward_with_losses(rows), rows.valid)
         return scores.global_scores()
 
     def _should_end_run(self) -> bool:

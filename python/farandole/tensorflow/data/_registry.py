@@ -245,11 +245,11 @@ class DataServiceRegistryServer:
             elif call == "shutdown":
                 self._is_shut_down = True
             else:
-                return self._await_event(call, int(number or 0), until)
+                return self._wait_for_count(call, int(number or 0), until)
             self._changed.notify_all()
             return {}
 
-    def _await_event(self, call: str, number: int, until: float) -> dict[str, Any]:
+    def _wait_for_count(self, call: str, number: int, until: float) -> dict[str, Any]:
         conditions = {
             "await_dispatcher": lambda: number in self._dispatchers,
             "await_workers": lambda: len(self._workers[number]) >= self._workers_per_dispatcher,

@@ -276,7 +276,7 @@ _shared_jobs: dict[bytes, list[tuple[Any, ...]]] = {}
 """Jobs that this process shares through each service, by the service's key."""
 
 
-def _job_name(key: bytes, dataset: tf.data.Dataset, *sharing: Any) -> str:
+def _shared_pass_name(key: bytes, dataset: tf.data.Dataset, *sharing: Any) -> str:
     """Returns the name of a pass that trainers share, which is the same on all of them: one name
     for every dataset and sharing mode.
 
@@ -333,7 +333,7 @@ def send_to_data_service(
         distribute = tf.data.experimental.service.distribute(
             processing_mode=processing_mode,
             service=address,
-            job_name=_job_name(compute_config.key, dataset, processing_mode, consumers)
+            job_name=_shared_pass_name(compute_config.key, dataset, processing_mode, consumers)
             if reuse_dataset
             else None,
             consumer_index=rank if round_robin else None,

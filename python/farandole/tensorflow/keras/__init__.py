@@ -52,9 +52,9 @@ from farandole.common.process_sets import (
     global_process_set,
     remove_process_set,
 )
-from farandole.common.reduction import choose_groups
+from farandole.common.reduction import resolve_groups_argument
 from farandole.common.timeline import start_timeline, stop_timeline
-from farandole.common.util import Average, Sum, choose_op, is_version_greater_equal_than
+from farandole.common.util import Average, Sum, resolve_op_argument, is_version_greater_equal_than
 from farandole.tensorflow.compression import Compression
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         op,
         backward_passes_per_step,
         average_aggregated_gradients,
-        choose_groups(groups, num_groups),
+        resolve_groups_argument(groups, num_groups),
         process_set,
         scale_local_gradients,
     )
@@ -204,7 +204,7 @@ def allreduce(
     Raises:
         ValueError: When both `average` and `op` are given.
     """
-    chosen = choose_op(op, average)
+    chosen = resolve_op_argument(op, average)
     return _values.allreduce_value(
         value, name, chosen, prescale_factor, postscale_factor, compression
     )

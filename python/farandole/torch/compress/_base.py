@@ -136,7 +136,7 @@ class VectorCompressor(Compressor):
     def reduce(self, gradients: NamedGradients, exchange: Exchange) -> ReductionGenerator:
         """Sums gradients over all ranks, all as one vector."""
         parts = self._part_count(exchange.size)
-        vector, starts = _join_gradients(gradients, parts * self.alignment)
+        vector, starts = _flatten_and_pad_gradients(gradients, parts * self.alignment)
         width = vector.numel() // parts
         name = gradients[0][0]
         payloads = [
@@ -178,7 +178,7 @@ class VectorCompressor(Compressor):
         return residual
 
 
-def _join_gradients(gradients: NamedGradients, multiple: int) -> tuple[torch.Tensor, list[int]]:
+def _flatten_and_pad_gradients(gradients: NamedGradients, multiple: int) -> tuple[torch.Tensor, list[int]]:
     """Returns all gradients end to end as float32, padded by zeros to a multiple, and where each
     begins.
     """

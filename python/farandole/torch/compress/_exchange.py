@@ -12,9 +12,9 @@ import torch
 from farandole._native import engine
 from farandole.common import basics
 from farandole.common.handles import member_ranks, process_set_number
-from farandole.common.util import Sum, rounded_op
-from farandole.torch._device import device_location
-from farandole.torch._handles import ENGINE_DTYPES, adopt_rows, table, to_engine_tensor
+from farandole.common.util import Sum, engine_op_number
+from farandole.torch._device import gpu_and_stream_of
+from farandole.torch._handles import ENGINE_DTYPES, wrap_collected_rows, table, to_engine_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -107,7 +107,7 @@ class EngineExchange(Exchange):
         def finish_allreduce(_: list[Any]) -> torch.Tensor:
             return tensor if source is tensor else tensor.copy_(source)
 
-        op = rounded_op(Sum, rounds)
+        op = engine_op_number(Sum, rounds)
         arguments = (
             *self._describe_operation(source),
             source.data_ptr(),
@@ -116,14 +116,14 @@ class EngineExchange(Exchange):
             1.0,
             self._set,
             False,
-            device_location(source),
+            gpu_and_stream_of(source),
         )
         return self._submit_operation(source, finish_allreduce, engine.allreduce, *arguments)
 
     def allgather(self, tensor: torch.Tensor) -> Waiting:
         """Starts sending a flat tensor to all; the result is a matrix with a row from each rank."""
         source = to_engine_tensor(tensor)
-        arguments = (*self._describe_operation(source), self._set, False, device_location(source))
+        arguments = (*self._describe_operation(source), self._set, False, gpu_and_stream_of(source))
         return self._submit_operation(
             source, self._make_rows_finish(tensor), engine.allgather, *arguments
         )
@@ -142,12 +142,12 @@ class EngineExchange(Exchange):
             None,
             self._set,
             False,
-            device_location(source),
+            gpu_and_stream_of(source),
         )
 
     def _make_rows_finish(self, like: torch.Tensor) -> Callable[[list[Any]], torch.Tensor]:
         def finish_rows(outcomes: list[Any]) -> torch.Tensor:
-            whole = adopt_rows(outcomes[0], like, like.device)
+            whole = wrap_collected_rows(outcomes[0], like, like.device)
             return whole.view(self.size, whole.numel() // self.size)
 
         return finish_rows

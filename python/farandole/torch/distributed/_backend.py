@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Final
 from farandole._native import engine
 from farandole.common import basics
 from farandole.torch._handles import ENGINE_DTYPES
-from farandole.torch.distributed._barriers import BarrierScope, BarrierWork, run_monitored_barrier
+from farandole.torch.distributed._barriers import BarrierMarkScope, BarrierWork, run_monitored_barrier
 from farandole.torch.distributed._groups import (
     current_world_store,
-    name_next_group,
-    open_member_set,
+    count_and_name_group,
+    start_opening_member_set,
 )
 from farandole.torch.distributed._point_to_point import PointToPoint
 from farandole.torch.distributed._reductions import ReductionOperations
@@ -192,7 +192,7 @@ class FarandoleBackend(ReductionOperations):
 
         def finish_allgather(outcomes: list[Any]) -> None:
             for targets, part, outcome in zip(outputs, data, outcomes, strict=True):
-                whole, rows = self._to_group_order(*received_elements(outcome, part.dtype))
+                whole, rows = self._reorder_for_group(*received_elements(outcome, part.dtype))
                 copy_parts_into(targets, whole, rows if len(targets) > 1 else [whole.numel()])
 
         return self._submit_work(
@@ -273,7 +273,7 @@ class FarandoleBackend(ReductionOperations):
         opts: Any,
     ) -> Any:
         """Returns an all-to-all of flat elements into one tensor or one per member."""
-        data, sends = self._to_engine_order(data, sends)
+        data, sends = self._reorder_for_engine(data, sends)
         name = self._next_name()
         described = (
             ENGINE_DTYPES[data.dtype],
@@ -286,7 +286,7 @@ class FarandoleBackend(ReductionOperations):
         submission = (engine.alltoall, name, *described)
 
         def finish_exchange(outcomes: list[Any]) -> None:
-            whole, rows = self._to_group_order(*received_elements(outcomes[0], data.dtype))
+            whole, rows = self._reorder_for_group(*received_elements(outcomes[0], data.dtype))
             if expected is not None and rows != expected:
                 raise ValueError(
                     f"elements received from each rank differ: expected {expected}, received {rows}"
@@ -310,7 +310,7 @@ class FarandoleBackend(ReductionOperations):
                 self._completer,
                 timeout,
                 self._operation_count,
-                BarrierScope(self._store, self._name, self._rank, self._members),
+                BarrierMarkScope(self._store, self._name, self._rank, self._members),
             )
         )
 
@@ -322,7 +322,7 @@ class FarandoleBackend(ReductionOperations):
         """Like `monitored_barrier`, with the timeout itself."""
         self._barrier_count += 1
         run_monitored_barrier(
-            BarrierScope(
+            BarrierMarkScope(
                 self._store, f"{self._name}.{self._barrier_count}", self._rank, self._members
             ),
             timeout if timeout is not None and timeout > _UNSET_TIMEOUT else self._limit,
@@ -369,12 +369,12 @@ def make_member_backend(members: list[int], timeout: timedelta) -> FarandoleBack
     Raises:
         ValueError: There is no default group of backend farandole.
     """
-    opening = open_member_set(tuple(sorted(members)), timeout.total_seconds())
+    opening = start_opening_member_set(tuple(sorted(members)), timeout.total_seconds())
     return FarandoleBackend(
         members.index(basics.rank()),
         members,
         opening,
         current_world_store(),
-        name_next_group(members),
+        count_and_name_group(members),
         timeout,
     )

@@ -27,7 +27,7 @@ _VERDICT_GRACE_PERIOD: Final = 2.0
 """Seconds that a rank waits longer for the verdict of rank 0, if rank 0 has come."""
 
 
-class BarrierScope(NamedTuple):
+class BarrierMarkScope(NamedTuple):
     """The marks of the barriers of a group.
 
     Attributes:
@@ -60,7 +60,7 @@ class BarrierWork(FarandoleWork):
         completer: BackgroundCompleter,
         timeout: timedelta,
         number: int,
-        scope: BarrierScope,
+        scope: BarrierMarkScope,
     ) -> None:
         super().__init__(pending, [], completer, timeout, number)
         self._scope = scope
@@ -78,14 +78,14 @@ class BarrierWork(FarandoleWork):
         limit = timeout or self._limit
         seconds = limit.total_seconds()
         if not self._pending.wait_until_over(min(_MARK_DELAY, seconds / 2)):
-            self._write_mark()
+            self._write_arrival_mark()
             self._pending.wait_until_over(seconds - min(_MARK_DELAY, seconds / 2))
         return super().wait(limit if self._pending.done else type(limit)(microseconds=1))
 
     def _mark_key(self, rank: int) -> str:
         return f"barrier/{self._scope.name}/{self._number}/{rank}"
 
-    def _write_mark(self) -> None:
+    def _write_arrival_mark(self) -> None:
         store, _, rank, _ = self._scope
         if store is not None:
             store.set(self._mark_key(rank), "here")
@@ -104,11 +104,11 @@ class BarrierWork(FarandoleWork):
         ]
         return (
             f"barrier {self._number} of the group did not complete within "
-            f"{self._limit.total_seconds():.3f} s: rank {_join_ranks(missing)} did not call it"
+            f"{self._limit.total_seconds():.3f} s: rank {_format_ranks(missing)} did not call it"
         )
 
 
-def run_monitored_barrier(scope: BarrierScope, timeout: timedelta, wait_all_ranks: bool) -> None:
+def run_monitored_barrier(scope: BarrierMarkScope, timeout: timedelta, wait_all_ranks: bool) -> None:
     """Returns when all members have called it.
 
     Rank 0 of the group collects the marks of all members and publishes its verdict.
@@ -138,7 +138,7 @@ def run_monitored_barrier(scope: BarrierScope, timeout: timedelta, wait_all_rank
         store.set(f"{key}/verdict", json.dumps(missing))
         if missing:
             raise OperationTimeoutError(
-                f"Rank {_join_ranks(missing)} failed to pass monitoredBarrier in "
+                f"Rank {_format_ranks(missing)} failed to pass monitoredBarrier in "
                 f"{seconds:.3f} s: the rank did not call monitored_barrier, or is lost"
             )
         return
@@ -154,10 +154,10 @@ def run_monitored_barrier(scope: BarrierScope, timeout: timedelta, wait_all_rank
     missing = json.loads(store.get(verdict))
     if missing:
         raise OperationTimeoutError(
-            f"Rank {members[rank]} reached monitoredBarrier, but rank {_join_ranks(missing)} did "
+            f"Rank {members[rank]} reached monitoredBarrier, but rank {_format_ranks(missing)} did "
             f"not within the timeout of rank {members[0]}"
         )
 
 
-def _join_ranks(ranks: list[int]) -> str:
+def _format_ranks(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks)) or "?"

@@ -32,7 +32,7 @@ class BackgroundCompleter:
         self._in_callbacks = 0
         self._closed = False
 
-    def add_operation(
+    def call_when_complete(
         self, pending: PendingOperation, then: Callable[[], None], end: float | None = None
     ) -> None:
         """Calls `then` when `pending` is over, or at `end`.
@@ -68,7 +68,7 @@ class BackgroundCompleter:
             thread.start()
 
     def _complete_operations(self) -> None:
-        while (entry := self._take_entry()) is not None:
+        while (entry := self._take_next_operation()) is not None:
             pending, then, end = entry
             pending.wait_until_over(None if end is None else max(0.0, end - time.monotonic()))
             with self._changed:
@@ -81,7 +81,7 @@ class BackgroundCompleter:
                     self._in_callbacks -= 1
             del entry, pending, then  # an idle thread keeps no tensors
 
-    def _take_entry(self) -> _Entry | None:
+    def _take_next_operation(self) -> _Entry | None:
         with self._changed:
             while not self._entries:
                 if self._closed:

@@ -9,7 +9,7 @@ from typing import Any
 
 from farandole.common import basics
 from farandole.torch.distributed._backend import FarandoleBackend, make_member_backend
-from farandole.torch.distributed._groups import enter_world, open_member_set
+from farandole.torch.distributed._groups import enter_world, start_opening_member_set
 from farandole.torch.distributed._process_group import FarandoleGroup
 from farandole.torch.distributed._reconfigure import ReconfigurableBackend, ReconfigurableGroup
 from farandole.torch.distributed._store import RegistrarStore
@@ -62,7 +62,7 @@ def _create_default_backend(options: Any) -> FarandoleBackend:
         )
     store = enter_world(options.store)
     members = list(range(ours[1]))
-    opening = open_member_set(tuple(members), options.timeout.total_seconds())
+    opening = start_opening_member_set(tuple(members), options.timeout.total_seconds())
     return FarandoleBackend(ours[0], members, opening, store, options.group_id, options.timeout)
 
 

@@ -47,10 +47,10 @@ from farandole.common import basics
 from farandole.common.exceptions import FarandoleInternalError, FarandoleUsageError
 from farandole.common.notices import install_notice_handlers, is_elastic
 from farandole.common.util import Average
-from farandole.torch._device import device_location
+from farandole.torch._device import gpu_and_stream_of
 from farandole.torch._handles import ENGINE_DTYPES, table, to_engine_tensor
 from farandole.torch._reduce import TensorReduction
-from farandole.torch._state_comparison import describe_named_tensor, split_by_equality
+from farandole.torch._state_comparison import describe_named_tensor, split_equal_tensors
 from farandole.torch._state_transfer import TransferRoles, transfer_tensors
 from farandole.torch._tolerant import FaultTolerance, claim_sole_fault_tolerant_owner
 from farandole.torch.distributed._reconfigure import ReconfigurableGroup
@@ -137,9 +137,9 @@ class FaultTolerantDataParallel(DistributedDataParallel):
             if parameter.requires_grad and name not in self.parameters_to_ignore
         }
         self._tolerance = _GradientFaultTolerance(optimizer, is_elastic(), other_tensors, names)
-        self.register_comm_hook(_CommHookState(self._tolerance, names), _communication_hook)
+        self.register_comm_hook(_FaultTolerantHookState(self._tolerance, names), _communication_hook)
         install_notice_handlers()
-        self._tolerance.enter_new_world()
+        self._tolerance.agree_with_new_world()
 
     @property
     def steps(self) -> int:
@@ -161,7 +161,7 @@ class FaultTolerantDataParallel(DistributedDataParallel):
         Raises:
             TypeError: An object has no such methods.
         """
-        self._tolerance.share_objects(objects)
+        self._tolerance.share_stateful_objects(objects)
 
     def rejoin(self) -> None:
         """Leaves a broken world for the next one.
@@ -174,7 +174,7 @@ class FaultTolerantDataParallel(DistributedDataParallel):
         Raises:
             WorkerDismissed: When this worker is not in the next world.
         """
-        self._tolerance.rejoin_world(self._tolerance.is_step_due)
+        self._tolerance.move_to_world_when_due(self._tolerance.is_step_due)
 
     def join(self, *arguments: Any, **options: Any) -> Any:
         """Raises an error: every rank must take part in every step.
@@ -226,7 +226,7 @@ class _GradientFaultTolerance(FaultTolerance):
 
         optimizer.register_step_post_hook(note_step_taken)
 
-    def _prepare_world(self) -> None:
+    def _prepare_new_world(self) -> None:
         """Creates the default group again: a new rank has just created it."""
         generation = engine.world().generation
         if generation != self._generation:
@@ -273,7 +273,7 @@ class _GradientFaultTolerance(FaultTolerance):
                 for name, parameter in self._parameters.items()
             }
         tensors = [results[name] for name in self._parameters]
-        equal, different = split_by_equality("tolerant.digests", tensors, roles)
+        equal, different = split_equal_tensors("tolerant.digests", tensors, roles)
         transfer_tensors("tolerant.result", equal, roles)
         transfer_tensors(
             "tolerant.result.first", different, TransferRoles(roles.senders[:1], roles.takers)
@@ -317,7 +317,7 @@ class _BucketReduction:
             FarandoleInternalError: When the world is broken already.
         """
         size, dtype = self._wire.element_size(), ENGINE_DTYPES[self._wire.dtype]
-        arguments = (*TensorReduction(Average).engine_arguments, False, device_location(self._wire))
+        arguments = (*TensorReduction(Average).engine_arguments, False, gpu_and_stream_of(self._wire))
         source, target = self._wire.data_ptr(), self.memory.data_ptr()
         for name, start, count in self._parts[len(self._handles) :]:
             addresses = source + start * size, target + start * size
@@ -355,12 +355,12 @@ class _BucketReduction:
         for name, result in self.reduced_gradients().items():
             result.copy_(results[name])
 
-    def deliver_result(self) -> None:
+    def give_result_to_ddp(self) -> None:
         """Gives the result to DDP."""
         self.future.set_result(self.memory.to(self._device))
 
 
-class _CommHookState:
+class _FaultTolerantHookState:
     """The state of the hook.
 
     Args:
@@ -381,7 +381,7 @@ class _CommHookState:
         self._free_memory: list[torch.Tensor] = []
         """Memory with the results of the reduction before the last one, to be used again."""
 
-    def add_bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def start_bucket_reduction(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Starts the reduction of a bucket; the last bucket also queues `_finish_step` for the end
         of the backward pass.
         """
@@ -403,7 +403,7 @@ class _CommHookState:
 
     def _finish_step(self) -> None:
         pieces, self._pieces = self._pieces, []
-        if self._tolerance.complete_step(
+        if self._tolerance.reduce_in_as_many_worlds(
             lambda: _run_reductions(pieces), lambda: _reset_all_reductions(pieces)
         ):
             for piece in pieces:
@@ -419,7 +419,7 @@ class _CommHookState:
         )
         self._tolerance.is_step_due = True
         for piece in pieces:
-            piece.deliver_result()
+            piece.give_result_to_ddp()
 
     def _allocate_result(self, like: torch.Tensor) -> torch.Tensor:
         """Returns memory for results, other than the memory of the last reduction."""
@@ -430,10 +430,10 @@ class _CommHookState:
 
 
 def _communication_hook(
-    state: _CommHookState, bucket: GradBucket
+    state: _FaultTolerantHookState, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
     """DDP's communication hook, called when the gradients of a bucket are computed."""
-    return state.add_bucket(bucket)
+    return state.start_bucket_reduction(bucket)
 
 
 def _run_reductions(pieces: list[_BucketReduction]) -> None:

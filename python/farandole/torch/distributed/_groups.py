@@ -84,7 +84,7 @@ class WorldStore:
         return True
 
 
-class SetOpening:
+class MemberSetOpening:
     """A process set whose members are being linked, in a thread of its own.
 
     Args:
@@ -106,7 +106,7 @@ class SetOpening:
             self._number = 0
             self._over.set()
         else:
-            threading.Thread(target=self._open_links, name="farandole-group", daemon=True).start()
+            threading.Thread(target=self._link_members, name="farandole-group", daemon=True).start()
 
     def wait_for_number(self) -> int:
         """Waits for the members; returns the number of the process set.
@@ -135,9 +135,9 @@ class SetOpening:
     def _outcome(self) -> int | Exception:
         return self._number if self._number is not None else self._failure or RuntimeError()
 
-    def _open_links(self) -> None:
+    def _link_members(self) -> None:
         try:
-            self._number = self._agree_on_channel()
+            self._number = self._add_set_on_agreed_channel()
         except Exception as error:  # noqa: BLE001 - raised by all waiters
             self._failure = error
         with self._lock:
@@ -146,7 +146,7 @@ class SetOpening:
         for callback in callbacks:
             callback(self._outcome())
 
-    def _agree_on_channel(self) -> int:
+    def _add_set_on_agreed_channel(self) -> int:
         end = time.monotonic() + self._limit
         ranks = ",".join(map(str, self._ranks))
         key = f"set/{_hash_ranks(self._ranks)}"
@@ -170,7 +170,7 @@ class SetOpening:
             ) from error
 
 
-_openings: dict[tuple[int, ...], SetOpening] = {}
+_openings: dict[tuple[int, ...], MemberSetOpening] = {}
 _openings_lock = threading.Lock()
 _group_counts: defaultdict[tuple[int, ...], itertools.count[int]] = defaultdict(itertools.count)
 _world_store: WorldStore | None = None
@@ -187,7 +187,7 @@ def _forget_world() -> None:
 basics.call_on_each_init(_forget_world)
 
 
-def join_world() -> None:
+def ensure_session_started() -> None:
     """Starts the session, with sets that can be registered any time, unless it has started
     already.
     """
@@ -228,7 +228,7 @@ def current_world_store() -> WorldStore:
     return _world_store
 
 
-def name_next_group(members: list[int]) -> str:
+def count_and_name_group(members: list[int]) -> str:
     """Returns the name of the next group of these members, equal on all of them.
 
     torch's own names count all groups of a process, so ranks with different groups disagree.
@@ -240,7 +240,7 @@ def _hash_ranks(ranks: Iterable[int]) -> str:
     return hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:24]
 
 
-def open_member_set(ranks: tuple[int, ...], limit: float) -> SetOpening:
+def start_opening_member_set(ranks: tuple[int, ...], limit: float) -> MemberSetOpening:
     """Starts linking a group's members, unless it has started already.
 
     Args:
@@ -250,5 +250,5 @@ def open_member_set(ranks: tuple[int, ...], limit: float) -> SetOpening:
     with _openings_lock:
         opening = _openings.get(ranks)
         if opening is None:
-            opening = _openings[ranks] = SetOpening(ranks, current_world_store(), limit)
+            opening = _openings[ranks] = MemberSetOpening(ranks, current_world_store(), limit)
         return opening

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from datetime import timedelta
 
-    from farandole.torch.distributed._groups import SetOpening, WorldStore
+    from farandole.torch.distributed._groups import MemberSetOpening, WorldStore
 
 Tensors = list[torch.Tensor]
 
@@ -45,7 +45,7 @@ class GroupOperations(Backend):
         self,
         rank: int,
         members: Sequence[int],
-        opening: SetOpening | None,
+        opening: MemberSetOpening | None,
         store: WorldStore | None,
         name: str,
         timeout: timedelta,
@@ -77,7 +77,7 @@ class GroupOperations(Backend):
         assert self._opening is not None  # noqa: S101 - a group without a world has refused before
         return self._opening.wait_for_number()
 
-    def _to_group_order(
+    def _reorder_for_group(
         self, whole: torch.Tensor, rows: list[int]
     ) -> tuple[torch.Tensor, list[int]]:
         """Returns elements of all members, and their numbers, in the order of the group."""
@@ -88,7 +88,7 @@ class GroupOperations(Backend):
         ranks = range(self._size)
         return torch.cat([parts[rank] for rank in ranks]), [counts[rank] for rank in ranks]
 
-    def _to_engine_order(
+    def _reorder_for_engine(
         self, whole: torch.Tensor, rows: list[int]
     ) -> tuple[torch.Tensor, list[int]]:
         """Returns elements for all members, and their numbers, in the order of the engine."""

@@ -26,7 +26,7 @@ import torch
 
 from farandole._native import engine
 from farandole.torch.distributed._completion import BackgroundCompleter
-from farandole.torch.distributed._groups import open_member_set
+from farandole.torch.distributed._groups import start_opening_member_set
 from farandole.torch.distributed._tensors import copy_into, to_host
 from farandole.torch.distributed._work import (
     FarandoleWork,
@@ -79,7 +79,7 @@ class MessageWork(FarandoleWork):
 
 
 @dataclass
-class _LateSend:
+class _UnreceivedSend:
     """A send that has not been received yet."""
 
     pending: PendingOperation
@@ -113,7 +113,7 @@ class PointToPoint:
         """Numbers of received messages that are not below the next one, by source and tag."""
         self._next_received: defaultdict[tuple[int, int], int] = defaultdict(int)
         self._requests = itertools.count()
-        self._sends = LateSends(self)
+        self._sends = UnreceivedSends(self)
 
     def close(self) -> None:
         """Ends the thread of late sends."""
@@ -146,7 +146,7 @@ class PointToPoint:
             self._rank,
             timeout,
         )
-        self._sends.add(_LateSend(pending, destination, tag, number))
+        self._sends.add(_UnreceivedSend(pending, destination, tag, number))
         return MessageWork(pending, [tensor], timeout)
 
     def receive(
@@ -165,9 +165,9 @@ class PointToPoint:
         """
         self._check_message("recv", source, tag)
         data = _to_bytes(tensor)
-        pending = PendingOperation(None, data, _storing_into(tensor, data))
+        pending = PendingOperation(None, data, _make_message_store(tensor, data))
         with self._lock:
-            number = self._take_number(source, tag)
+            number = self._take_next_message_number(source, tag)
         self._start_receive(pending, data, source, tag, number, timeout)
         work = MessageWork(pending, [tensor], timeout)
         work.source = source
@@ -178,12 +178,12 @@ class PointToPoint:
         if tag < 0:
             raise ValueError(f"recv needs a tag of 0 or more: {tag}")
         data = _to_bytes(tensor)
-        pending = PendingOperation(None, data, _storing_into(tensor, data))
+        pending = PendingOperation(None, data, _make_message_store(tensor, data))
         work = MessageWork(pending, [tensor], timeout)
         # Requests are written in the order of the calls.
-        request = self._write_request(tag)
+        request = self._publish_receive_request(tag)
         threading.Thread(
-            target=self._match_request,
+            target=self._await_any_sender,
             args=(work, pending, data, request, tag, timeout),
             name="farandole-receive",
             daemon=True,
@@ -204,7 +204,7 @@ class PointToPoint:
     def _message_name(self, source: int, destination: int, tag: int, number: int) -> str:
         return f"{self._name}.message.{source}.{destination}.{tag}.{number}"
 
-    def _take_number(self, source: int, tag: int) -> int:
+    def _take_next_message_number(self, source: int, tag: int) -> int:
         """Returns the number of the next message from a rank. The caller holds the lock."""
         received = self._received[source, tag]
         number = self._next_received[source, tag]
@@ -214,7 +214,7 @@ class PointToPoint:
         self._next_received[source, tag] = number + 1
         return number
 
-    def _claim_number(self, source: int, tag: int, number: int) -> bool:
+    def _claim_message_number(self, source: int, tag: int, number: int) -> bool:
         """Takes a certain message for a receive from any rank; returns whether it is free. The
         caller holds the lock.
         """
@@ -268,12 +268,12 @@ class PointToPoint:
                 )
             )
 
-        opening = open_member_set((pair[0], pair[1]), timeout.total_seconds())
+        opening = start_opening_member_set((pair[0], pair[1]), timeout.total_seconds())
         opening.call_when_open(submit_message)
 
     # Receives from any rank.
 
-    def request_key(self, destination: int, request: int) -> str:
+    def receive_request_key(self, destination: int, request: int) -> str:
         """Returns the key of a request in the store."""
         return f"receive/{self._name}/{destination}/{request}"
 
@@ -287,14 +287,14 @@ class PointToPoint:
         """The store of the members."""
         return self._store
 
-    def _write_request(self, tag: int) -> int:
+    def _publish_receive_request(self, tag: int) -> int:
         assert self._store is not None  # noqa: S101 - a group without members has refused before
         with self._lock:
             request = next(self._requests)
-            self._store.set(self.request_key(self._rank, request), str(tag))
+            self._store.set(self.receive_request_key(self._rank, request), str(tag))
         return request
 
-    def _match_request(
+    def _await_any_sender(
         self,
         work: MessageWork,
         pending: PendingOperation,
@@ -308,7 +308,7 @@ class PointToPoint:
         end = time.monotonic() + timeout.total_seconds()
         try:
             while True:
-                key = f"{self.request_key(self._rank, request)}/sender"
+                key = f"{self.receive_request_key(self._rank, request)}/sender"
                 if not self._store.wait_for_key(key, end):
                     raise OperationTimeoutError(  # noqa: TRY301 - the thread's only error path
                         f"no rank has sent a message with tag {tag} within "
@@ -316,18 +316,18 @@ class PointToPoint:
                     )
                 source, number = map(int, self._store.get(key).split())
                 with self._lock:
-                    claimed = self._claim_number(source, tag, number)
+                    claimed = self._claim_message_number(source, tag, number)
                 if claimed:
                     break
                 # A receive from that rank has taken the message meanwhile.
-                request = self._write_request(tag)
+                request = self._publish_receive_request(tag)
             work.source = source
             self._start_receive(pending, data, source, tag, number, timeout)
         except Exception as error:  # noqa: BLE001 - raised by the waiter
             pending.fail(error)
 
 
-class LateSends:
+class UnreceivedSends:
     """Sends that are not received yet, which look for receives from any rank in a thread.
 
     Args:
@@ -336,7 +336,7 @@ class LateSends:
 
     def __init__(self, messages: PointToPoint) -> None:
         self._messages = messages
-        self._added: deque[_LateSend] = deque()
+        self._added: deque[_UnreceivedSend] = deque()
         self._awake = threading.Event()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -344,14 +344,14 @@ class LateSends:
         self._open_requests: defaultdict[int, dict[int, int]] = defaultdict(dict)
         """Tags of requests without a sender, by destination and number."""
 
-    def add(self, send: _LateSend) -> None:
+    def add(self, send: _UnreceivedSend) -> None:
         """Adds a send."""
         self._added.append(send)
         if not self._awake.is_set():
             self._awake.set()
             if self._thread is None:
                 self._thread = threading.Thread(
-                    target=self._watch_sends, name="farandole-sends", daemon=True
+                    target=self._offer_unreceived_sends, name="farandole-sends", daemon=True
                 )
                 self._thread.start()
 
@@ -360,8 +360,8 @@ class LateSends:
         self._closed = True
         self._awake.set()
 
-    def _watch_sends(self) -> None:
-        waiting: list[_LateSend] = []
+    def _offer_unreceived_sends(self) -> None:
+        waiting: list[_UnreceivedSend] = []
         pause, last = _SEND_GRACE_PERIOD, time.monotonic()
         while not self._closed:
             time.sleep(pause)
@@ -371,7 +371,7 @@ class LateSends:
             waiting = [send for send in waiting if not send.pending.is_over and not send.claimed]
             try:
                 for destination in {send.destination for send in waiting}:
-                    self._claim_requests(destination, waiting)
+                    self._claim_receive_requests(destination, waiting)
             except RuntimeError as error:
                 # Usually the store has ended, and with it the program. The next send starts this
                 # again.
@@ -389,7 +389,7 @@ class LateSends:
                     self._awake.wait()
                 last = time.monotonic()
 
-    def _claim_requests(self, destination: int, waiting: list[_LateSend]) -> None:
+    def _claim_receive_requests(self, destination: int, waiting: list[_UnreceivedSend]) -> None:
         store, rank = self._messages.store, self._messages.rank
         if store is None:
             return
@@ -404,13 +404,13 @@ class LateSends:
                 continue
             for request in [one for one, tag in requests.items() if tag == send.tag]:
                 del requests[request]
-                key = f"{self._messages.request_key(destination, request)}/sender"
+                key = f"{self._messages.receive_request_key(destination, request)}/sender"
                 if store.claim(key, f"{rank} {send.number}"):
                     send.claimed = True
                     break
 
     def _key(self, destination: int) -> str:
-        return self._messages.request_key(destination, self._next_request[destination])
+        return self._messages.receive_request_key(destination, self._next_request[destination])
 
 
 def _ignore(_: list[Any]) -> None:
@@ -422,7 +422,7 @@ def _to_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return to_host(tensor).reshape(-1).view(torch.uint8)
 
 
-def _storing_into(tensor: torch.Tensor, data: torch.Tensor) -> Any:
+def _make_message_store(tensor: torch.Tensor, data: torch.Tensor) -> Any:
     def store_message(_: list[Any]) -> None:
         if data.data_ptr() != tensor.data_ptr():
             copy_into(tensor, data)

@@ -139,7 +139,7 @@ class FarandoleGroup(dist.ProcessGroup):
         self._backend.run_monitored_barrier(timeout, wait_all_ranks)
 
 
-def _define_operation(name: str) -> Callable[..., Any]:
+def _forward_operation_to_backend(name: str) -> Callable[..., Any]:
     inherited = getattr(dist.ProcessGroup, name)
 
     def run_operation(self: FarandoleGroup, *arguments: Any, **options: Any) -> Any:
@@ -159,4 +159,4 @@ def _define_operation(name: str) -> Callable[..., Any]:
 for _names in _OPERATIONS:
     _known = [name for name in _names.split() if hasattr(dist.ProcessGroup, name)]
     for _name in _known[:1]:
-        setattr(FarandoleGroup, _name, _define_operation(_name))
+        setattr(FarandoleGroup, _name, _forward_operation_to_backend(_name))

@@ -43,7 +43,7 @@ from farandole._native import engine
 from farandole.common import basics
 from farandole.common.exceptions import FarandoleEnvironmentError, FarandoleUsageError
 from farandole.torch.distributed._backend import FarandoleBackend
-from farandole.torch.distributed._groups import enter_world, open_member_set
+from farandole.torch.distributed._groups import enter_world, start_opening_member_set
 from farandole.torch.distributed._process_group import FarandoleGroup
 from farandole.torch.distributed._work import CompletedWork
 
@@ -166,7 +166,7 @@ class ReconfigurableBackend(FarandoleBackend):
         `reconfigure`.
         """
         return str(
-            ReconfigureHandle(self._uuid, self._rank, self._instance, engine.memory_identity())
+            ReconfigureHandle(self._uuid, self._rank, self._instance, engine.shared_memory_identity())
         )
 
     def reconfigure(self, opts: Any) -> Work:
@@ -211,7 +211,7 @@ class ReconfigurableBackend(FarandoleBackend):
             self._uuid, self._rank, self._size = opts.uuid, rank, len(members)
             self._members = list(range(len(members)))
             self._store = enter_world(self._ticket_store, f"reconfigured{opts.uuid}")
-            self._opening = open_member_set(tuple(self._members), self._limit.total_seconds())
+            self._opening = start_opening_member_set(tuple(self._members), self._limit.total_seconds())
             self._messages = None
             self._operation_numbers = itertools.count()
             self._operation_count = self._barrier_count = 0

@@ -53,7 +53,7 @@ class ReductionOperations(GroupOperations):
         (tensor,) = tensors
         if opts.reduceOp != ReduceOp.SUM:
             raise ValueError(
-                f"all_reduce of a sparse tensor can only sum: {describe_reduction(opts.reduceOp)}"
+                f"all_reduce of a sparse tensor can only sum: {reduction_name(opts.reduceOp)}"
             )
         own = tensor.detach().coalesce().cpu()
         shape = torch.tensor([[*tensor.shape, tensor.sparse_dim()]])
@@ -95,7 +95,7 @@ class ReductionOperations(GroupOperations):
         """Like `allreduce`, for several tensors as one unit."""
         if not tensors:
             raise ValueError("all_reduce needs at least one tensor")
-        if is_composed_reduction(opts.reduceOp):
+        if lacks_engine_reduction(opts.reduceOp):
             return self._combine_works(
                 [self._reduce_into(tensor, tensor, opts) for tensor in tensors]
             )
@@ -132,7 +132,7 @@ class ReductionOperations(GroupOperations):
                 copy_into(target, result)
 
         if (fold := bitwise_reduction(opts.reduceOp, tensor.dtype)) is not None:
-            return self._gather_and_fold(
+            return self._allgather_and_fold(
                 to_reducible_host(tensor).reshape(-1), fold, store_result, [tensor]
             )
         op = engine_reduction(opts.reduceOp)
@@ -156,7 +156,7 @@ class ReductionOperations(GroupOperations):
             submission, (data, result), lambda _: store_result(result), [tensor]
         )
 
-    def _gather_and_fold(
+    def _allgather_and_fold(
         self,
         data: torch.Tensor,
         fold: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
@@ -179,7 +179,7 @@ class ReductionOperations(GroupOperations):
             whole, rows = received_elements(outcomes[0], data.dtype)
             if len(set(rows)) > 1:
                 raise ValueError(f"ranks have tensors of different sizes: {rows} elements")
-            store_result(functools.reduce(fold, self._by_rank(whole)))
+            store_result(functools.reduce(fold, self._rows_by_rank(whole)))
 
         return self._submit_work(submission, data, finish_fold, outputs)
 
@@ -201,7 +201,7 @@ class ReductionOperations(GroupOperations):
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
         """Like `reduce_scatter_single`, for several pairs of tensors as one unit."""
         if (
-            is_composed_reduction(opts.reduceOp)
+            lacks_engine_reduction(opts.reduceOp)
             or engine_reduction(opts.reduceOp) not in (Average, Sum)
             or self._engine_order is not None
         ):
@@ -241,16 +241,16 @@ class ReductionOperations(GroupOperations):
     def _reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, opts: Any) -> Any:
         data = self._rows_per_member(source, output)
         if (fold := bitwise_reduction(opts.reduceOp, data.dtype)) is not None:
-            return self._gather_and_fold(
+            return self._allgather_and_fold(
                 data.reshape(-1),
                 fold,
-                lambda whole: copy_into(output, self._by_rank(whole)[self._rank]),
+                lambda whole: copy_into(output, self._rows_by_rank(whole)[self._rank]),
                 [output],
             )
         op = engine_reduction(opts.reduceOp)
         data = scale_before_sum(data, opts.reduceOp)
         if op not in (Average, Sum):
-            return self._reduce_then_take(output, data.clone(), op)
+            return self._allreduce_then_take_part(output, data.clone(), op)
         order = self._engine_order
         if order is not None:
             data = data[order]
@@ -273,7 +273,7 @@ class ReductionOperations(GroupOperations):
             submission, (data, result), lambda _: copy_into(output, result), [output]
         )
 
-    def _reduce_then_take(self, output: torch.Tensor, data: torch.Tensor, op: int) -> Any:
+    def _allreduce_then_take_part(self, output: torch.Tensor, data: torch.Tensor, op: int) -> Any:
         """Reduces everything everywhere: the engine scatters sums and averages only."""
         name = self._next_name()
         address = data.data_ptr()
@@ -294,7 +294,7 @@ class ReductionOperations(GroupOperations):
             submission, data, lambda _: copy_into(output, data[self._rank]), [output]
         )
 
-    def _by_rank(self, whole: torch.Tensor) -> torch.Tensor:
+    def _rows_by_rank(self, whole: torch.Tensor) -> torch.Tensor:
         """Returns the flat tensors of all members, which may be empty, as one row for each."""
         return whole.view(self._size, whole.numel() // self._size)
 
@@ -308,12 +308,12 @@ class ReductionOperations(GroupOperations):
         return source.view(self._size, output.numel())
 
 
-def describe_reduction(op: Any) -> str:
+def reduction_name(op: Any) -> str:
     """Returns the name of a reduction."""
     return str(getattr(op, "op", op)).removeprefix("RedOpType.")
 
 
-def is_composed_reduction(op: Any) -> bool:
+def lacks_engine_reduction(op: Any) -> bool:
     """Returns whether the engine has no such reduction of its own."""
     composed = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR, ReduceOp.PREMUL_SUM)
     return any(op == one for one in composed)

@@ -24,7 +24,7 @@ from farandole._native import engine
 from farandole.common import basics
 from farandole.common.notices import is_elastic
 from farandole.numpy.plain import broadcast_plain
-from farandole.torch.distributed._groups import join_world
+from farandole.torch.distributed._groups import ensure_session_started
 from farandole.torch.distributed._store import RegistrarStore
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def register_rendezvous() -> None:
 def _rendezvous_handler(
     url: str, timeout: timedelta = _STORE_TIMEOUT, **_: Any
 ) -> Iterator[tuple[Store, int, int]]:
-    join_world()
+    ensure_session_started()
     yield _create_store(timeout), basics.rank(), basics.size()
     raise RuntimeError(f"{urlparse(url).scheme}:// cannot be used for a second rendezvous")
 

@@ -101,7 +101,7 @@ class RegistrarStore(Store):
 
     def check(self, keys: list[str]) -> bool:
         """Returns whether all the keys have values."""
-        return all(self._read_latest(_to_text(key)) is not None for key in keys)
+        return all(self._read_value_now(_to_text(key)) is not None for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Waits until all of some keys have values.
@@ -154,11 +154,11 @@ class RegistrarStore(Store):
     def _entry_key(self, key: str, number: int) -> str:
         return f"torch.distributed/{self._name}/{key}/{number}"
 
-    def _known_entry(self, key: str) -> tuple[int, bytes | None]:
+    def _last_known_entry(self, key: str) -> tuple[int, bytes | None]:
         with self._lock:
             return self._last.get(key, (0, None))
 
-    def _note_entry(self, key: str, number: int, entry: bytes) -> bytes | None:
+    def _apply_log_entry(self, key: str, number: int, entry: bytes) -> bytes | None:
         """Notes an entry; returns the value after it."""
         value = entry[_TAG_BYTES + 1 :] if entry[:1] == _SET_MARK else None
         with self._lock:
@@ -166,11 +166,11 @@ class RegistrarStore(Store):
                 self._last[key] = (number + 1, value)
         return value
 
-    def _read_latest(self, key: str) -> bytes | None:
+    def _read_value_now(self, key: str) -> bytes | None:
         """Returns the value of a key now."""
-        number, value = self._known_entry(key)
+        number, value = self._last_known_entry(key)
         while (entry := values.wait_for_value(self._entry_key(key, number), 0)) is not None:
-            value = self._note_entry(key, number, entry)
+            value = self._apply_log_entry(key, number, entry)
             number += 1
         return value
 
@@ -178,8 +178,8 @@ class RegistrarStore(Store):
         """Changes a key by a function of its value; returns the new value."""
         tag = secrets.token_bytes(_TAG_BYTES)
         while True:
-            before = self._read_latest(key)
-            number, known = self._known_entry(key)
+            before = self._read_value_now(key)
+            number, known = self._last_known_entry(key)
             if known != before:
                 continue  # another thread has seen more
             after = change(before)
@@ -187,14 +187,14 @@ class RegistrarStore(Store):
                 return after
             mine = (_DELETED_MARK if after is None else _SET_MARK) + tag + (after or b"")
             held = values.put_if_absent(self._entry_key(key, number), mine)
-            self._note_entry(key, number, held)
+            self._apply_log_entry(key, number, held)
             if held == mine:
                 return after
 
     def _wait_for_value(self, key: str, limit: timedelta) -> bytes:
         end = time.monotonic() + limit.total_seconds()
-        while (value := self._read_latest(key)) is None:
-            number, _ = self._known_entry(key)
+        while (value := self._read_value_now(key)) is None:
+            number, _ = self._last_known_entry(key)
             if (
                 values.wait_for_value(
                     self._entry_key(key, number), max(0.0, end - time.monotonic())

@@ -10,7 +10,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from farandole.common.util import Average, Max, Min, Product, Sum
-from farandole.torch._handles import ENGINE_DTYPES, needs_copy
+from farandole.torch._handles import ENGINE_DTYPES, needs_engine_copy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -84,7 +84,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """
     if tensor.layout != torch.strided:
         raise ValueError(f"tensor must be dense: {tensor.layout}")
-    if tensor.is_cpu and not needs_copy(tensor):
+    if tensor.is_cpu and not needs_engine_copy(tensor):
         return tensor.detach()
     return tensor.detach().resolve_conj().cpu().contiguous().resolve_neg()
 

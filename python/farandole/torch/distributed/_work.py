@@ -125,7 +125,7 @@ def _seconds_until(end: float) -> float:
     return max(0.0, end - time.monotonic())
 
 
-def watch_operations(*, on: bool = True) -> None:
+def set_operation_watch(*, on: bool = True) -> None:
     """Starts or stops noting the names of operations.
 
     Args:
@@ -136,7 +136,7 @@ def watch_operations(*, on: bool = True) -> None:
 
 
 def watched_operations() -> list[dict[str, Any]]:
-    """Returns the operations that were started since `watch_operations` and are not over: names and
+    """Returns the operations that were started since `set_operation_watch` and are not over: names and
     ages in seconds.
     """
     now = time.monotonic()
@@ -178,7 +178,7 @@ def make_future(
         over.set_result(None)
     else:
         end = pending.began + timeout.total_seconds() if timeout > _NO_TIMEOUT else None
-        completer.add_operation(pending, lambda: over.set_result(None), end)
+        completer.call_when_complete(pending, lambda: over.set_result(None), end)
     return future
 
 

@@ -18,7 +18,7 @@ from farandole import _variables as variables
 from farandole._native import engine
 from farandole.common import basics
 from farandole.common.exceptions import FarandoleEnvironmentError
-from farandole.torch.distributed._groups import WorldStore, join_world
+from farandole.torch.distributed._groups import WorldStore, ensure_session_started
 
 _START_TIMEOUT: Final = timedelta(minutes=5)
 _SIZE_VARIABLES: Final = (
@@ -49,7 +49,7 @@ def join_world_of_group(store: Any, rank: int, size: int) -> None:
         return
     if size > 1 and not _has_launcher_rank(size):
         _form_world_by_store(WorldStore(store, "ticket"), rank, size)
-    join_world()
+    ensure_session_started()
 
 
 def _has_launcher_rank(size: int) -> bool:
@@ -61,7 +61,7 @@ def _has_launcher_rank(size: int) -> bool:
 
 def _form_world_by_store(store: WorldStore, rank: int, size: int) -> None:
     end = time.monotonic() + _START_TIMEOUT.total_seconds()
-    store.set(f"host/{rank}", engine.memory_identity())
+    store.set(f"host/{rank}", engine.shared_memory_identity())
     if rank == 0:
         late = [other for other in range(size) if not store.wait_for_key(f"host/{other}", end)]
         if late:

@@ -90,10 +90,10 @@ def start_debug_server(
     from torch.distributed import debug as torchs  # noqa: PLC0415 - as above
 
     _register_handler(ENDPOINT_NAME, _answer_request)
-    _work.watch_operations()
+    _work.set_operation_watch()
     # A fork would keep this process's connections open after its end, and peers would not notice.
     chosen = {"enabled_dumps": set(_ENABLED_DUMPS), "start_method": "spawn"} | options
-    with _store_for_torch(), _hide_main_module():
+    with _debug_store_in_environment(), _hide_main_module():
         torchs.start_debug_server(port, handlers=pages, **chosen)
 
 
@@ -101,7 +101,7 @@ def stop_debug_server() -> None:
     """Ends the server. All ranks call it, rank 0 last or after a barrier."""
     from torch.distributed import debug as torchs  # noqa: PLC0415 - as above
 
-    _work.watch_operations(on=False)
+    _work.set_operation_watch(on=False)
     if basics.rank() == 0:
         torchs.stop_debug_server()
     elif torchs._WORKER_SERVER is not None:  # noqa: SLF001 - torch's own function is for rank 0 alone
@@ -170,7 +170,7 @@ def _hide_main_module() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _store_for_torch() -> Iterator[None]:
+def _debug_store_in_environment() -> Iterator[None]:
     """Opens the store through which torch's server finds the ranks, and sets the variables that
     name it.
     """

@@ -15,7 +15,7 @@ import torch
 from farandole._native import engine
 
 
-def _copy_pairs(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def _copy_past_caches(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copies the second tensor of each pair to the first, in this thread, past the caches: the copy
     is not read soon.
     """
@@ -31,7 +31,7 @@ def _are_contiguous_on_host(value: torch.Tensor, room: torch.Tensor) -> bool:
     return value.device.type == "cpu" and value.is_contiguous() and room.is_contiguous()
 
 
-class SyncCopy:
+class ImmediateCopyBatch:
     """Copies of tensors that are made together."""
 
     def __init__(self) -> None:
@@ -53,10 +53,10 @@ class SyncCopy:
     def copy_accepted(self) -> None:
         """Copies all accepted tensors."""
         pairs, self._pairs = self._pairs, []
-        _copy_pairs(pairs)
+        _copy_past_caches(pairs)
 
 
-class BackgroundCopy:
+class BackgroundCopyBatch:
     """Copies of tensors that another thread makes, while only an optimizer's step may change the
     tensors.
 
@@ -84,7 +84,7 @@ class BackgroundCopy:
         known = [id(optimizer) for optimizer in self._optimizers]
         for optimizer in optimizers:
             if id(optimizer) not in known:
-                optimizer.register_step_pre_hook(self._before_step)
+                optimizer.register_step_pre_hook(self._wait_before_step)
         self._optimizers = optimizers
 
     def find_optimizer_tensors(self) -> None:
@@ -126,7 +126,7 @@ class BackgroundCopy:
         self.completion = Future()
         self._sources = [(source, source._version) for _, source in pairs]  # noqa: SLF001 - torch has no other name for it
         # torch's copy would start more threads.
-        self._copy_in_progress = self._thread.submit(_copy_pairs, pairs)
+        self._copy_in_progress = self._thread.submit(_copy_past_caches, pairs)
 
     def wait_for_copies(self) -> None:
         """Waits for the copies.
@@ -140,13 +140,13 @@ class BackgroundCopy:
             return
         try:
             running_copy.result()
-            self._check_versions()
+            self._require_unchanged_sources()
         except BaseException as error:
             self.completion.set_exception(error)
             raise
         self.completion.set_result(None)
 
-    def _check_versions(self) -> None:
+    def _require_unchanged_sources(self) -> None:
         sources, self._sources = self._sources, []
         if any(source._version != version for source, version in sources):  # noqa: SLF001 - as above
             raise RuntimeError(
@@ -154,11 +154,11 @@ class BackgroundCopy:
                 "them: create the state without in_background=True"
             )
 
-    def _before_step(self, *_: Any) -> None:
+    def _wait_before_step(self, *_: Any) -> None:
         self.wait_for_copies()
 
 
-def copy_state(value: Any, room: Any, later: BackgroundCopy | None = None) -> Any:
+def copy_state(value: Any, room: Any, later: BackgroundCopyBatch | None = None) -> Any:
     """Returns a copy of nested mappings, lists and tuples of tensors and other values.
 
     Args:
@@ -167,13 +167,13 @@ def copy_state(value: Any, room: Any, later: BackgroundCopy | None = None) -> An
             than the copying.
         later: Takes tensors that may be copied later.
     """
-    now = SyncCopy()
+    now = ImmediateCopyBatch()
     taken = _copy_nested(value, room, (now,) if later is None else (later, now))
     now.copy_accepted()
     return taken
 
 
-def _copy_nested(value: Any, room: Any, takers: tuple[SyncCopy | BackgroundCopy, ...]) -> Any:
+def _copy_nested(value: Any, room: Any, takers: tuple[ImmediateCopyBatch | BackgroundCopyBatch, ...]) -> Any:
     if isinstance(value, torch.Tensor):
         if (
             isinstance(room, torch.Tensor)

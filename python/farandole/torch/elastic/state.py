@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from farandole.common import basics
-from farandole.common.commits import check_plain_values
+from farandole.common.commits import refuse_unstorable_values
 from farandole.common.elastic import ObjectState
-from farandole.torch.elastic.copies import BackgroundCopy, copy_state
+from farandole.torch.elastic.copies import BackgroundCopyBatch, copy_state
 from farandole.torch.elastic.sampler import ElasticSampler
 from farandole.torch.functions import (
     broadcast_object,
@@ -62,7 +62,7 @@ class _StateDictHandler(StateHandler):
         """A copy that is being written to a store."""
         self.save()
 
-    def save(self, later: BackgroundCopy | None = None) -> None:
+    def save(self, later: BackgroundCopyBatch | None = None) -> None:
         """Keeps a copy of the state. An interrupted call changes nothing.
 
         Args:
@@ -166,7 +166,7 @@ class TorchState(ObjectState):
     """
 
     _handlers: dict[str, StateHandler]
-    _later: BackgroundCopy | None
+    _later: BackgroundCopyBatch | None
 
     def __init__(
         self,
@@ -188,12 +188,12 @@ class TorchState(ObjectState):
             raise ValueError(
                 "in_background=True needs an optimizer in the state, whose step waits for the copy"
             )
-        self.__dict__["_later"] = BackgroundCopy() if in_background else None
+        self.__dict__["_later"] = BackgroundCopyBatch() if in_background else None
         plain = {name: value for name, value in kwargs.items() if handlers[name] is None}
         for name in handlers:
             if name not in plain:
                 self.__dict__[name] = values[name]
-        self._follow_optimizers()
+        self._make_optimizers_wait()
         super().__init__(bcast_object=broadcast_object, get_rank=basics.rank, **plain)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -201,10 +201,10 @@ class TorchState(ObjectState):
         if name in self._handlers:
             self._wait_for_copies()
             self._handlers[name].set_value(value)
-            self._follow_optimizers()
+            self._make_optimizers_wait()
         super().__setattr__(name, value)
 
-    def _follow_optimizers(self) -> None:
+    def _make_optimizers_wait(self) -> None:
         """Lets the present optimizers wait for copies."""
         if self._later is not None:
             values = [handler.value for handler in self._handlers.values()]
@@ -219,10 +219,10 @@ class TorchState(ObjectState):
             for handler in self._handlers.values():
                 handler.save()
         else:
-            self._save_in_background(self._later)
+            self._save_with_background_copies(self._later)
         super().save()
 
-    def _save_in_background(self, later: BackgroundCopy) -> None:
+    def _save_with_background_copies(self, later: BackgroundCopyBatch) -> None:
         later.find_optimizer_tensors()
         try:
             for handler in self._handlers.values():
@@ -262,7 +262,7 @@ class TorchState(ObjectState):
     # Contents for the store of `save_to`.
 
     def _check_storable(self) -> None:
-        check_plain_values(
+        refuse_unstorable_values(
             self._saved_values(),
             _is_loadable_without_code,
             "numbers, strings, tensors, and lists and dicts of them",
@@ -300,7 +300,7 @@ class TorchState(ObjectState):
         handled = content["handled"]
         if sorted(handled) != sorted(self._handlers):
             raise ValueError(f"it has {sorted(handled)}, and this state {sorted(self._handlers)}")
-        self._apply_values(content["plain"])
+        self._apply_plain_values(content["plain"])
         for name, handler in self._handlers.items():
             handler.value.load_state_dict(handled[name])
 

@@ -84,9 +84,9 @@ impl HalvingChunk {
 
 /// Links that the first halving of a communicator has found.
 #[derive(Default)]
-struct HalvingLinks(Option<Arc<[HalvingLink]>>);
+struct HalvingLinkCache(Option<Arc<[HalvingLink]>>);
 
-pub(super) struct HalvingJob {
+pub(super) struct HalvingAllreduceJob {
     reducer: BlockReducer,
     inputs: GatherList,
     outputs: GatherList,
@@ -110,7 +110,7 @@ pub(super) struct HalvingJob {
     spare: Vec<Vec<u8>>,
 }
 
-impl HalvingJob {
+impl HalvingAllreduceJob {
     pub(super) fn new(
         peers: &mut PeerLinks,
         reducer: BlockReducer,
@@ -127,9 +127,9 @@ impl HalvingJob {
         let (member, host) = (peers.member, peers.hosts.own_host());
         // The links do not depend on the bytes, and finding them can take longer than a small
         // allreduce.
-        let HalvingLinks(halving_links) = peers.scratch.caches.take();
+        let HalvingLinkCache(halving_links) = peers.scratch.caches.take();
         let halving_links = halving_links.unwrap_or_else(|| schedule.member_links(member).into());
-        peers.scratch.caches.keep(HalvingLinks(Some(Arc::clone(&halving_links))));
+        peers.scratch.caches.keep(HalvingLinkCache(Some(Arc::clone(&halving_links))));
         // Fresh memory would cost page faults in each operation.
         let mut spare = std::mem::take(&mut peers.scratch.store);
         spare.resize_with(schedule.chunks_in_flight(host), Vec::new);
@@ -192,7 +192,7 @@ impl HalvingJob {
         copies: &mut RingCopier,
     ) -> Result<bool> {
         let LinkPositions { writing, .. } = &mut self.streams[halving_link];
-        let Some(chunk) = writing.early_chunk() else { return Ok(false) };
+        let Some(chunk) = writing.operand_chunk() else { return Ok(false) };
         let (start, inputs) = (self.schedule.chunk_extent(chunk).0, &self.inputs);
         let put = |at, to: &mut [u8]| copies.copy_from_list(inputs, start + at, to);
         let any = writing.message.send_window(&mut *link.sender, put)?;
@@ -228,7 +228,7 @@ impl HalvingJob {
             return Ok(false);
         };
         let (start, len) = self.schedule.chunk_extent(*chunk);
-        let ready = |stream: &LinkPositions| stream.reading.early_chunk() == Some(*chunk);
+        let ready = |stream: &LinkPositions| stream.reading.operand_chunk() == Some(*chunk);
         // A window may hold the input of an earlier or a later chunk.
         if !self.streams[self.near.clone()].iter().all(ready) {
             return Ok(false);
@@ -256,7 +256,7 @@ impl HalvingJob {
         let join = |inputs: &[&[u8]], out: &mut [u8]| reducer.accumulate_inputs(inputs, out);
         let inputs =
             HostInputs { windows: &windows, place, own: &self.inputs, start: start + *at, bytes };
-        if !peers.reductions.record_instead(bytes * (windows.len() + 1 + width)) {
+        if !peers.reductions.record_if_simulating(bytes * (windows.len() + 1 + width)) {
             inputs.reduce_into_partials(width, join, &mut partials[*at * width..]);
         }
         *at += bytes;
@@ -288,16 +288,16 @@ impl HalvingJob {
                 any |= self.send_partials(halving_link, work, &stage, peers)?;
                 any |= self.merge_partials(halving_link, work, &stage, peers)?;
                 let LinkPositions { writing, reading } = &self.streams[halving_link];
-                writing.is_past_early_message(work.chunk)
-                    && reading.is_past_early_message(work.chunk)
+                writing.is_past_operand_message(work.chunk)
+                    && reading.is_past_operand_message(work.chunk)
             } else {
-                let far = LinkChunk { halving_link, chunk: work.chunk };
+                let far = ChunkOnHostLink { halving_link, chunk: work.chunk };
                 any |= self.send_host_results(far, &stage, peers)?;
                 any |= self.receive_host_results(far, &stage, peers)?;
                 let LinkPositions { writing, reading } = &self.streams[halving_link];
                 let is_past = |position: MessagePosition| {
                     position
-                        .is_past_late_message(self.halving_links[halving_link].ahead, work.chunk)
+                        .is_past_result_message(self.halving_links[halving_link].ahead, work.chunk)
                 };
                 is_past(*writing) && is_past(*reading)
             };
@@ -335,7 +335,7 @@ impl HalvingJob {
         peers: &mut PeerLinks,
     ) -> Result<bool> {
         let LinkPositions { writing, .. } = &mut self.streams[halving_link];
-        if writing.early_chunk() != Some(work.chunk) {
+        if writing.operand_chunk() != Some(work.chunk) {
             return Ok(false);
         }
         let start = stage.give.start * self.schedule.accumulator_width();
@@ -357,7 +357,7 @@ impl HalvingJob {
         peers: &mut PeerLinks,
     ) -> Result<bool> {
         let LinkPositions { reading, .. } = &mut self.streams[halving_link];
-        if reading.early_chunk() != Some(work.chunk) {
+        if reading.operand_chunk() != Some(work.chunk) {
             return Ok(false);
         }
         let link = &mut peers.links[self.halving_links[halving_link].link];
@@ -369,7 +369,7 @@ impl HalvingJob {
         let at =
             stage.keep.start * self.schedule.accumulator_width() + reading.message.moved_bytes();
         // Both partials are read, the sum is written to a block in the cache and copied back.
-        if !peers.reductions.record_instead(3 * bytes) {
+        if !peers.reductions.record_if_simulating(3 * bytes) {
             let own = &mut work.partials[at..at + bytes];
             // Kernels do not write to their inputs, so sums go through a block in the cache.
             let scratch = &mut peers.scratch.result;
@@ -398,7 +398,7 @@ impl HalvingJob {
     ) {
         let (width, start) =
             (self.schedule.accumulator_width(), self.schedule.chunk_extent(work.chunk).0);
-        if !reductions.record_instead(own.len() * (width + 1)) {
+        if !reductions.record_if_simulating(own.len() * (width + 1)) {
             self.outputs.fill_range(start + own.start, own.len(), |offset, out| {
                 let at = own.start + offset;
                 self.reducer
@@ -412,12 +412,12 @@ impl HalvingJob {
     /// Sends the results that this host has to the other host of the stage.
     fn send_host_results(
         &mut self,
-        LinkChunk { halving_link, chunk }: LinkChunk,
+        ChunkOnHostLink { halving_link, chunk }: ChunkOnHostLink,
         stage: &HalvingStage,
         peers: &mut PeerLinks,
     ) -> Result<bool> {
         let LinkPositions { writing, .. } = &mut self.streams[halving_link];
-        if writing.late_chunk(self.halving_links[halving_link].ahead) != Some(chunk) {
+        if writing.result_chunk(self.halving_links[halving_link].ahead) != Some(chunk) {
             return Ok(false);
         }
         let (start, outputs) =
@@ -433,12 +433,12 @@ impl HalvingJob {
     /// Stores the results that the other host of the stage has.
     fn receive_host_results(
         &mut self,
-        LinkChunk { halving_link, chunk }: LinkChunk,
+        ChunkOnHostLink { halving_link, chunk }: ChunkOnHostLink,
         stage: &HalvingStage,
         peers: &mut PeerLinks,
     ) -> Result<bool> {
         let LinkPositions { reading, .. } = &mut self.streams[halving_link];
-        if reading.late_chunk(self.halving_links[halving_link].ahead) != Some(chunk) {
+        if reading.result_chunk(self.halving_links[halving_link].ahead) != Some(chunk) {
             return Ok(false);
         }
         let (start, outputs) =
@@ -459,7 +459,7 @@ impl HalvingJob {
         copies: &mut RingCopier,
     ) -> Result<bool> {
         let LinkPositions { writing, .. } = &mut self.streams[halving_link];
-        let Some(chunk) = writing.late_chunk(self.halving_links[halving_link].ahead) else {
+        let Some(chunk) = writing.result_chunk(self.halving_links[halving_link].ahead) else {
             return Ok(false);
         };
         // A chunk that was begun and is no longer in progress is complete.
@@ -476,7 +476,7 @@ impl HalvingJob {
     /// Stores the result of a chunk that another member of this host carries.
     fn receive_local_result(&mut self, halving_link: usize, link: &mut Link) -> Result<bool> {
         let LinkPositions { reading, .. } = &mut self.streams[halving_link];
-        let Some(chunk) = reading.late_chunk(self.halving_links[halving_link].ahead) else {
+        let Some(chunk) = reading.result_chunk(self.halving_links[halving_link].ahead) else {
             return Ok(false);
         };
         let (start, outputs) = (self.schedule.chunk_extent(chunk).0, &self.outputs);
@@ -490,12 +490,12 @@ impl HalvingJob {
 
 /// A chunk and the link to another host on which it travels.
 #[derive(Clone, Copy, Debug)]
-struct LinkChunk {
+struct ChunkOnHostLink {
     halving_link: usize,
     chunk: usize,
 }
 
-impl CollectiveJob for HalvingJob {
+impl CollectiveJob for HalvingAllreduceJob {
     fn poll(&mut self, peers: &mut PeerLinks) -> Result<PollProgress> {
         let mut any = false;
         // Every member begins with its successor, so that members do not all start with the same

@@ -353,9 +353,9 @@ impl HalvingSchedule {
         halving_link: &HalvingLink,
         direction: LinkDirection,
     ) -> MessagePosition {
-        let early = |from| self.next_early_chunk(from, halving_link, direction);
+        let early = |from| self.next_operand_message(from, halving_link, direction);
         MessagePosition::first_nonempty(slot, halving_link.ahead, early, |from| {
-            self.next_late_chunk(from, halving_link, direction)
+            self.next_result_message(from, halving_link, direction)
         })
     }
 
@@ -378,7 +378,7 @@ impl HalvingSchedule {
     }
 
     /// Returns the next early message that is not empty: its chunk and its bytes.
-    fn next_early_chunk(
+    fn next_operand_message(
         &self,
         from: usize,
         halving_link: &HalvingLink,
@@ -395,7 +395,7 @@ impl HalvingSchedule {
     }
 
     /// Returns the next late message that is not empty: its chunk and its bytes.
-    fn next_late_chunk(
+    fn next_result_message(
         &self,
         from: usize,
         halving_link: &HalvingLink,

@@ -9,7 +9,7 @@ use super::*;
 #[test]
 fn an_allreduce_among_many_hosts_begins_at_once() {
     // The first one finds the links and takes memory.
-    polled::assert_starts_promptly(128 << 20, HalvingJob::new, |peers, job| {
+    polled::assert_starts_promptly(128 << 20, HalvingAllreduceJob::new, |peers, job| {
         assert_eq!((job.halving_links.len(), job.near.len()), (7 + 6, 7));
         peers.scratch.store = job.spare;
     });
@@ -26,5 +26,5 @@ fn members_that_are_polled_in_any_order_add_only_what_has_arrived() {
         &[0, 1, 2, 3, 4, 5, 6],
         &[0, 0, 0, 1, 2, 2, 3, 3, 4, 4],
     ];
-    polled::assert_sums_in_any_order(&worlds, HalvingJob::new);
+    polled::assert_sums_in_any_order(&worlds, HalvingAllreduceJob::new);
 }

@@ -82,11 +82,11 @@ struct HierarchyRoute {
 
 /// Routes that the first hierarchy of a communicator has found.
 #[derive(Default)]
-struct HierarchyRoutes(Option<Arc<[HierarchyRoute]>>);
+struct HierarchyRouteCache(Option<Arc<[HierarchyRoute]>>);
 
 /// Returns the links that hierarchies use. If all hosts have the same number of members, these are
 /// the links within the host, and one link to each other host.
-fn find_routes(peers: &PeerLinks) -> Arc<[HierarchyRoute]> {
+fn find_hierarchy_routes(peers: &PeerLinks) -> Arc<[HierarchyRoute]> {
     let route = |link: usize| {
         let (own, peer) = (peers.member, peers.member_of_link(link));
         let direction = |from, to| RouteDirection::new(&peers.hosts, from, to);
@@ -105,12 +105,12 @@ fn find_routes(peers: &PeerLinks) -> Arc<[HierarchyRoute]> {
 
 /// Number of stored result bytes of a chunk, by host of their owner. Needed to distribute the
 /// chunk.
-struct StoredResults {
+struct StoredResultBytes {
     chunk: usize,
     bytes: Vec<usize>,
 }
 
-pub(super) struct HierarchyJob {
+pub(super) struct HierarchicalAllreduceJob {
     reducer: BlockReducer,
     inputs: GatherList,
     outputs: GatherList,
@@ -130,14 +130,14 @@ pub(super) struct HierarchyJob {
     reducing: ChunkCursor,
     /// This host's partials of the own parts, by carried chunk.
     store: Vec<Vec<u8>>,
-    arrived: VecDeque<StoredResults>,
+    arrived: VecDeque<StoredResultBytes>,
     /// First chunk that this member carries and has not distributed.
     handed_out: usize,
     /// Routes to the other carriers of the chunk that is being reduced.
     carriers: Vec<usize>,
 }
 
-impl HierarchyJob {
+impl HierarchicalAllreduceJob {
     pub(super) fn new(
         peers: &mut PeerLinks,
         reducer: BlockReducer,
@@ -146,9 +146,9 @@ impl HierarchyJob {
     ) -> Result<Self> {
         let mut store = std::mem::take(&mut peers.scratch.store);
         // The routes do not depend on the bytes, and finding them means looking at all links.
-        let HierarchyRoutes(routes) = peers.scratch.caches.take();
-        let routes = routes.unwrap_or_else(|| find_routes(peers));
-        peers.scratch.caches.keep(HierarchyRoutes(Some(Arc::clone(&routes))));
+        let HierarchyRouteCache(routes) = peers.scratch.caches.take();
+        let routes = routes.unwrap_or_else(|| find_hierarchy_routes(peers));
+        peers.scratch.caches.keep(HierarchyRouteCache(Some(Arc::clone(&routes))));
         let (peers, hosts) = (&*peers, &peers.hosts);
         let expansion = reducer.partial_expansion();
         let schedule = HierarchySchedule::new(inputs.len(), hosts, expansion, peers.capacity)
@@ -204,7 +204,7 @@ impl HierarchyJob {
         copies: &mut RingCopier,
     ) -> Result<bool> {
         let LinkPositions { writing, .. } = &mut self.streams[index];
-        let Some(chunk) = writing.early_chunk() else { return Ok(false) };
+        let Some(chunk) = writing.operand_chunk() else { return Ok(false) };
         let (start, inputs) = (self.schedule.chunk_extent(chunk).0, &self.inputs);
         let put = |at, to: &mut [u8]| copies.copy_from_list(inputs, start + at, to);
         let any = writing.message.send_window(&mut *link.sender, put)?;
@@ -236,7 +236,7 @@ impl HierarchyJob {
         }
         let Some((owner, part)) = self.schedule.owning_host(chunk, at) else { return Ok(false) };
         let expansion = self.reducer.partial_expansion();
-        let ready = |stream: &LinkPositions| stream.reading.early_chunk() == Some(chunk);
+        let ready = |stream: &LinkPositions| stream.reading.operand_chunk() == Some(chunk);
         let near = self.near.clone().zip(self.local.clone());
         if !self.streams[self.near.clone()].iter().all(ready) {
             return Ok(false);
@@ -257,7 +257,7 @@ impl HierarchyJob {
         let target = target.map(|target| (target, self.routes[target].link));
         if let Some((target, link)) = target {
             // The link still carries an earlier message.
-            if self.streams[target].writing.early_chunk() != Some(chunk) {
+            if self.streams[target].writing.operand_chunk() != Some(chunk) {
                 return Ok(false);
             }
             let window = peers.links[link].sender.window()?.len();
@@ -282,7 +282,7 @@ impl HierarchyJob {
         let windows = windows.collect::<farandole_transport::Result<Vec<&[u8]>>>()?;
         // Links to earlier members come first.
         let place = self.member - self.local.start;
-        if !peers.reductions.record_instead(bytes * (windows.len() + 1 + expansion)) {
+        if !peers.reductions.record_if_simulating(bytes * (windows.len() + 1 + expansion)) {
             let (reducer, inputs) = (&self.reducer, &self.inputs);
             reduce_host_blocks(reducer, &windows, place, inputs, start + at, bytes, out);
         }
@@ -324,7 +324,7 @@ impl HierarchyJob {
         let mut bytes = joined.saturating_sub(at);
         // A short chunk may have no part for this host; it still counts as reduced.
         if len == 0 && self.joining.chunk > chunk {
-            self.record_reduced(chunk, 0, len);
+            self.record_reduced_bytes(chunk, 0, len);
             return Ok(true);
         }
         if bytes == 0 {
@@ -338,7 +338,7 @@ impl HierarchyJob {
         carriers.extend(others.map(|host| self.route_to_carrier(peers, host, chunk)));
         for index in &carriers {
             let LinkPositions { reading, .. } = &self.streams[*index];
-            if reading.early_chunk() != Some(chunk) {
+            if reading.operand_chunk() != Some(chunk) {
                 bytes = 0;
                 break;
             }
@@ -366,7 +366,7 @@ impl HierarchyJob {
         }
         partials.insert(self.host, own);
         let start = self.schedule.chunk_extent(chunk).0 + part + at;
-        if !peers.reductions.record_instead(bytes * (partials.len() * expansion + 1)) {
+        if !peers.reductions.record_if_simulating(bytes * (partials.len() * expansion + 1)) {
             self.outputs.fill_range(start, bytes, |from, out| {
                 let range = from * expansion..(from + out.len()) * expansion;
                 let partials: Vec<&[u8]> =
@@ -381,12 +381,12 @@ impl HierarchyJob {
             self.advance_reading(*index);
         }
         self.carriers = carriers;
-        self.record_reduced(chunk, bytes, len);
+        self.record_reduced_bytes(chunk, bytes, len);
         Ok(true)
     }
 
-    fn record_reduced(&mut self, chunk: usize, bytes: usize, len: usize) {
-        self.record_stored(chunk, self.host, bytes);
+    fn record_reduced_bytes(&mut self, chunk: usize, bytes: usize, len: usize) {
+        self.record_stored_bytes(chunk, self.host, bytes);
         self.reducing.at += bytes;
         if self.reducing.at == len {
             self.reducing = ChunkCursor { chunk: chunk + self.stride, at: 0 };
@@ -394,7 +394,7 @@ impl HierarchyJob {
     }
 
     /// Records stored results of a chunk that this member carries.
-    fn record_stored(&mut self, chunk: usize, host: usize, bytes: usize) {
+    fn record_stored_bytes(&mut self, chunk: usize, host: usize, bytes: usize) {
         // Without other members on this host, nothing is distributed.
         if self.local.is_empty() {
             return;
@@ -402,7 +402,7 @@ impl HierarchyJob {
         while self.handed_out + self.arrived.len() * self.stride <= chunk {
             let next = self.handed_out + self.arrived.len() * self.stride;
             let bytes = vec![0; self.schedule.hosts().host_count()];
-            self.arrived.push_back(StoredResults { chunk: next, bytes });
+            self.arrived.push_back(StoredResultBytes { chunk: next, bytes });
         }
         if let Some(arrived) = self.arrived.iter_mut().find(|arrived| arrived.chunk == chunk) {
             arrived.bytes[host] += bytes;
@@ -434,7 +434,7 @@ impl HierarchyJob {
         copies: &mut RingCopier,
     ) -> Result<bool> {
         let ahead = self.routes[index].out.ahead;
-        let Some(chunk) = self.streams[index].writing.late_chunk(ahead) else { return Ok(false) };
+        let Some(chunk) = self.streams[index].writing.result_chunk(ahead) else { return Ok(false) };
         let start = self.schedule.chunk_extent(chunk).0;
         let (start, len, ready) = if self.near.contains(&index) {
             (start, self.schedule.chunk_extent(chunk).1, self.complete_prefix_bytes(chunk))
@@ -452,7 +452,7 @@ impl HierarchyJob {
         };
         let outputs = &self.outputs;
         let put = |at, to: &mut [u8]| copies.copy_from_list(outputs, start + at, to);
-        let any = writing.message.send_at_most(most, &mut *link.sender, put)?;
+        let any = writing.message.send_at_most_bytes(most, &mut *link.sender, put)?;
         self.advance_writing(index);
         Ok(any)
     }
@@ -460,7 +460,7 @@ impl HierarchyJob {
     /// Stores results that have arrived.
     fn receive_results(&mut self, index: usize, link: &mut Link) -> Result<bool> {
         let LinkPositions { reading, .. } = &mut self.streams[index];
-        let Some(chunk) = reading.late_chunk(self.routes[index].back.ahead) else {
+        let Some(chunk) = reading.result_chunk(self.routes[index].back.ahead) else {
             return Ok(false);
         };
         let start = self.schedule.chunk_extent(chunk).0;
@@ -473,7 +473,7 @@ impl HierarchyJob {
         let bytes = before.payload_bytes(reading.message.moved_bytes() - before.moved_bytes());
         self.advance_reading(index);
         if !local {
-            self.record_stored(chunk, host, bytes);
+            self.record_stored_bytes(chunk, host, bytes);
         }
         Ok(any)
     }
@@ -483,7 +483,7 @@ impl HierarchyJob {
         while let Some(front) = self.arrived.front() {
             let waits = |index: usize| {
                 let ahead = self.routes[index].out.ahead;
-                !self.streams[index].writing.is_past_late_message(ahead, front.chunk)
+                !self.streams[index].writing.is_past_result_message(ahead, front.chunk)
             };
             if self.near.clone().any(waits) {
                 return;
@@ -563,7 +563,7 @@ impl HostInputs<'_> {
     }
 }
 
-impl CollectiveJob for HierarchyJob {
+impl CollectiveJob for HierarchicalAllreduceJob {
     fn poll(&mut self, peers: &mut PeerLinks) -> Result<PollProgress> {
         let mut any = false;
         // Every member begins with its successor, so that members do not all start with the same

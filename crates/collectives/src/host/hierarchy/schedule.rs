@@ -166,10 +166,11 @@ impl HierarchySchedule {
             let chunk = self.chunk_if_in_range(turns?.first_chunk_not_before(from))?;
             Some((chunk, bytes(chunk))).filter(|(_, bytes)| *bytes > 0)
         };
-        let early =
-            |from| find(direction.early, from, &|chunk| self.early_message_bytes(chunk, direction));
+        let early = |from| {
+            find(direction.early, from, &|chunk| self.operand_message_bytes(chunk, direction))
+        };
         let late =
-            |from| find(direction.late, from, &|chunk| self.late_message_bytes(chunk, direction));
+            |from| find(direction.late, from, &|chunk| self.result_message_bytes(chunk, direction));
         MessagePosition::first_nonempty(slot, direction.ahead, early, late)
     }
 
@@ -186,7 +187,7 @@ impl HierarchySchedule {
         self.seek_message(position.next_slot(), direction)
     }
 
-    fn early_message_bytes(
+    fn operand_message_bytes(
         &self,
         chunk: usize,
         RouteDirection { from, to, .. }: &RouteDirection,
@@ -198,7 +199,7 @@ impl HierarchySchedule {
         }
     }
 
-    fn late_message_bytes(
+    fn result_message_bytes(
         &self,
         chunk: usize,
         RouteDirection { from, to, .. }: &RouteDirection,

@@ -9,7 +9,7 @@ use super::*;
 #[test]
 fn an_allreduce_among_many_hosts_begins_at_once() {
     // The first one makes the routes.
-    polled::assert_starts_promptly(1 << 20, HierarchyJob::new, |peers, job| {
+    polled::assert_starts_promptly(1 << 20, HierarchicalAllreduceJob::new, |peers, job| {
         assert_eq!((job.routes.len(), job.near.len()), (7 + 63, 7));
         peers.scratch.store = job.store;
     });
@@ -21,5 +21,5 @@ fn an_allreduce_among_many_hosts_begins_at_once() {
 fn members_that_are_polled_in_any_order_add_only_what_has_arrived() {
     let worlds: [&[u32]; 5] =
         [&[0, 0, 1, 1], &[0, 0, 0, 1, 2, 2], &[0, 1, 1, 1, 1], &[0, 0, 1], &[0, 0, 1, 1, 2, 2]];
-    polled::assert_sums_in_any_order(&worlds, HierarchyJob::new);
+    polled::assert_sums_in_any_order(&worlds, HierarchicalAllreduceJob::new);
 }

@@ -38,7 +38,7 @@ use farandole_kernels::{BlockReducer, Buffer, GatherList, HostMemory};
 use super::chunks::UNIT_BYTES;
 use super::exchange::MemberExchange;
 use super::peers::{CollectiveJob, PeerLinks, PollProgress};
-use super::pipeline::PipelineJob;
+use super::pipeline::PipelinedAllreduceJob;
 use crate::{Error, Result};
 use tensor_location::{PeerRegions, TensorLocation};
 
@@ -60,7 +60,7 @@ pub(super) fn is_in_place_candidate(peers: &PeerLinks, outputs: &GatherList) -> 
     peers.shape.hosts == 1 && outputs.len() >= MIN_IN_PLACE_BYTES && tensors <= MAX_IN_PLACE_TENSORS
 }
 
-pub(super) struct InPlaceJob {
+pub(super) struct InPlaceAllreduceJob {
     stage: InPlaceStage,
     locations: MemberExchange,
     /// Bytes of each tensor.
@@ -84,10 +84,10 @@ enum InPlaceStage {
     ExchangingVerdicts { verdicts: MemberExchange, places: Vec<Vec<TensorLocation>> },
     Reducing(InPlaceReduction),
     AwaitingPeers(MemberExchange),
-    Pipelined(Box<PipelineJob>),
+    Pipelined(Box<PipelinedAllreduceJob>),
 }
 
-impl InPlaceJob {
+impl InPlaceAllreduceJob {
     pub(super) fn new(
         peers: &mut PeerLinks,
         reducer: BlockReducer,
@@ -101,7 +101,7 @@ impl InPlaceJob {
         let mut head = Vec::with_capacity(tensors.len() * UNIT_BYTES);
         let mut exposed = Vec::new();
         if let Some((places, memories)) = tensor_location::own_locations(&inputs, &outputs) {
-            places.iter().for_each(|location| location.encode_unit(&mut head));
+            places.iter().for_each(|location| location.encode_location_unit(&mut head));
             exposed = memories;
         }
         // Zeros stand for tensors in private memory.
@@ -126,20 +126,22 @@ impl InPlaceJob {
         // All members fall back, so no other member uses this memory.
         self.exposed.clear();
         let AllreduceTask { reducer, inputs, outputs } = self.take_task()?;
-        Ok(InPlaceStage::Pipelined(Box::new(PipelineJob::new(peers, reducer, inputs, outputs)?)))
+        Ok(InPlaceStage::Pipelined(Box::new(PipelinedAllreduceJob::new(
+            peers, reducer, inputs, outputs,
+        )?)))
     }
 
     /// Returns the tensor locations of all members, if all members have sent them.
-    fn member_locations(&self, member: usize) -> Option<Vec<Vec<TensorLocation>>> {
+    fn all_tensor_locations(&self, member: usize) -> Option<Vec<Vec<TensorLocation>>> {
         self.locations
             .member_messages(member)
-            .map(|head| head.chunks(UNIT_BYTES).map(TensorLocation::decode_unit).collect())
+            .map(|head| head.chunks(UNIT_BYTES).map(TensorLocation::decode_location_unit).collect())
             .collect()
     }
 
     /// Continues after all members have sent the locations of their tensors.
     fn handle_locations(&mut self, peers: &mut PeerLinks) -> Result<InPlaceStage> {
-        let Some(places) = self.member_locations(peers.member) else {
+        let Some(places) = self.all_tensor_locations(peers.member) else {
             return self.fall_back_to_pipeline(peers);
         };
         let mut new = false;
@@ -224,7 +226,7 @@ impl InPlaceJob {
     }
 }
 
-impl CollectiveJob for InPlaceJob {
+impl CollectiveJob for InPlaceAllreduceJob {
     fn poll(&mut self, peers: &mut PeerLinks) -> Result<PollProgress> {
         let mut any = false;
         let next = match &mut self.stage {
@@ -291,7 +293,7 @@ impl CollectiveJob for InPlaceJob {
     }
 }
 
-impl Drop for InPlaceJob {
+impl Drop for InPlaceAllreduceJob {
     fn drop(&mut self) {
         for memory in &self.exposed {
             // If there is no memory for a copy, the region stays attached; peers notice the failure

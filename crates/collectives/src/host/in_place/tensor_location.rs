@@ -22,7 +22,7 @@ pub(super) struct TensorLocation {
 impl TensorLocation {
     /// Encodes the location as `shared: u32; pid, descriptor: u32; 0: u32; bytes, offset, nonce[2]:
     /// u64`, little endian, in one unit.
-    pub(super) fn encode_unit(&self, unit: &mut Vec<u8>) {
+    pub(super) fn encode_location_unit(&self, unit: &mut Vec<u8>) {
         let start = unit.len();
         let RegionHandle { pid, descriptor, bytes, nonce: [first, second] } = self.region;
         for word in [1, pid, descriptor, 0] {
@@ -35,7 +35,7 @@ impl TensorLocation {
     }
 
     /// Decodes a location. Returns `None` for a tensor in private memory of the member.
-    pub(super) fn decode_unit(unit: &[u8]) -> Option<Self> {
+    pub(super) fn decode_location_unit(unit: &[u8]) -> Option<Self> {
         let short = |at: usize| Some(u32::from_le_bytes(unit.get(at..at + 4)?.try_into().ok()?));
         let long = |at: usize| Some(u64::from_le_bytes(unit.get(at..at + 8)?.try_into().ok()?));
         if short(0)? != 1 {
@@ -134,10 +134,10 @@ mod tests {
         let region = RegionHandle { pid: 7, descriptor: 9, bytes: 1 << 40, nonce: [3, u64::MAX] };
         let location = TensorLocation { region, offset: 1 << 33 };
         let mut unit = Vec::new();
-        location.encode_unit(&mut unit);
+        location.encode_location_unit(&mut unit);
         assert_eq!(unit.len(), UNIT_BYTES);
-        assert_eq!(TensorLocation::decode_unit(&unit), Some(location));
-        assert_eq!(TensorLocation::decode_unit(&[0; UNIT_BYTES]), None);
+        assert_eq!(TensorLocation::decode_location_unit(&unit), Some(location));
+        assert_eq!(TensorLocation::decode_location_unit(&[0; UNIT_BYTES]), None);
     }
 
     #[test]

@@ -43,7 +43,7 @@ struct HostReducescatterPart {
 }
 
 /// Data on one link.
-struct HostReducescatterStream {
+struct HostReducescatterLinkState {
     out: VecDeque<HostReducescatterPart>,
     incoming: VecDeque<HostReducescatterPart>,
 }
@@ -57,7 +57,7 @@ pub(in super::super) struct HostReducescatterJob {
     /// Part of each member in the inputs.
     parts: Vec<GatherList>,
     output: GatherList,
-    streams: Vec<HostReducescatterStream>,
+    streams: Vec<HostReducescatterLinkState>,
     /// Members whose parts this member joins on its host. `at` is the position in the part of the
     /// first of them.
     carried: VecDeque<usize>,
@@ -128,7 +128,7 @@ impl HostReducescatterJob {
         };
         let stream = |link: usize| {
             let peer = peers.member_of_link(link);
-            HostReducescatterStream { out: queue(member, peer), incoming: queue(peer, member) }
+            HostReducescatterLinkState { out: queue(member, peer), incoming: queue(peer, member) }
         };
         let carried =
             |of: &usize| part_carrier(hosts, host, *of) == member && !parts[*of].is_empty();
@@ -159,7 +159,7 @@ impl HostReducescatterJob {
                 continue;
             };
             let part = &self.parts[*of];
-            any |= message.send_at_most(
+            any |= message.send_at_most_bytes(
                 REDUCESCATTER_PIECE_BYTES,
                 &mut *peers.links[index].sender,
                 |at, to| part.read_at(at, to),
@@ -304,8 +304,9 @@ impl CollectiveJob for HostReducescatterJob {
             any = true;
         }
         any |= self.reduce_own_part(peers)?;
-        let over =
-            |stream: &HostReducescatterStream| stream.out.is_empty() && stream.incoming.is_empty();
+        let over = |stream: &HostReducescatterLinkState| {
+            stream.out.is_empty() && stream.incoming.is_empty()
+        };
         let reduced = self.reduced == self.parts[self.member].len();
         let done = reduced && self.carried.is_empty() && self.streams.iter().all(over);
         if done {
@@ -315,7 +316,7 @@ impl CollectiveJob for HostReducescatterJob {
     }
 
     fn used_links(&self, _peers: &PeerLinks) -> Vec<usize> {
-        let is_used = |stream: &HostReducescatterStream| {
+        let is_used = |stream: &HostReducescatterLinkState| {
             !stream.out.is_empty() || !stream.incoming.is_empty()
         };
         (0..self.streams.len()).filter(|link| is_used(&self.streams[*link])).collect()

@@ -24,7 +24,7 @@ use farandole_transport::{Link, PACKET_PAYLOAD_BYTES};
 
 use super::message::MessageProgress;
 use super::peers::{
-    CollectiveJob, PeerLinks, PollProgress, reduce_in_order, whole_unit_bytes,
+    CollectiveJob, PeerLinks, PollProgress, reduce_in_member_order, whole_unit_bytes,
     with_incoming_windows,
 };
 use crate::{Result, TensorSegment};
@@ -40,13 +40,13 @@ pub(super) struct ReducescatterJob {
     reducer: BlockReducer,
     own: GatherList,
     output: GatherList,
-    streams: Vec<ReducescatterStream>,
+    streams: Vec<OutgoingPeerPart>,
     /// Progress of reading, in step on all links.
     incoming: MessageProgress,
 }
 
 /// Part of a peer that is being sent.
-struct ReducescatterStream {
+struct OutgoingPeerPart {
     part: GatherList,
     out: MessageProgress,
 }
@@ -69,7 +69,7 @@ impl ReducescatterJob {
         let part = |member: usize| member_part(segments, bytes, member);
         let stream = |link: usize| {
             let part = part(peers.member_of_link(link));
-            ReducescatterStream { out: MessageProgress::new(part.len()), part }
+            OutgoingPeerPart { out: MessageProgress::new(part.len()), part }
         };
         let own = part(peers.member);
         let incoming = MessageProgress::new(own.len());
@@ -84,8 +84,8 @@ impl ReducescatterJob {
     }
 
     fn send_part(&mut self, index: usize, link: &mut Link) -> Result<bool> {
-        let ReducescatterStream { part, out } = &mut self.streams[index];
-        out.send_at_most(REDUCESCATTER_PIECE_BYTES, &mut *link.sender, |at, to| {
+        let OutgoingPeerPart { part, out } = &mut self.streams[index];
+        out.send_at_most_bytes(REDUCESCATTER_PIECE_BYTES, &mut *link.sender, |at, to| {
             part.read_at(at, to)
         })
     }
@@ -113,7 +113,7 @@ impl ReducescatterJob {
                 own.visit_range(start + from, result.len(), |offset, mine| {
                     let here = from + offset..from + offset + mine.len();
                     let out = &mut result[offset..offset + mine.len()];
-                    reduce_in_order(reducer, *member, windows, here, mine, out);
+                    reduce_in_member_order(reducer, *member, windows, here, mine, out);
                 });
                 output.write_at(start + from, result);
             }
@@ -139,9 +139,8 @@ impl CollectiveJob for ReducescatterJob {
     }
 
     fn used_links(&self, _peers: &PeerLinks) -> Vec<usize> {
-        let is_used = |stream: &ReducescatterStream| {
-            !stream.out.is_finished() || !self.incoming.is_finished()
-        };
+        let is_used =
+            |stream: &OutgoingPeerPart| !stream.out.is_finished() || !self.incoming.is_finished();
         (0..self.streams.len()).filter(|link| is_used(&self.streams[*link])).collect()
     }
 }

@@ -11,7 +11,9 @@ use std::ffi::{c_char, c_uint, c_void};
 use farandole_kernels::HostMemory;
 
 use super::super::*;
-use crate::driver::{DriverTable, IpcMemoryHandle, MemoryPool, PoolSettings, RawEvent, RawStream};
+use crate::driver::{
+    DriverTable, IpcMemoryHandle, MemoryPool, MemoryPoolProperties, RawEvent, RawStream,
+};
 
 const NOT_READY: i32 = 600;
 pub(super) const OUT_OF_MEMORY: i32 = 2;
@@ -263,7 +265,10 @@ unsafe extern "C" fn free(address: u64, stream: RawStream) -> i32 {
     });
     within("free")
 }
-unsafe extern "C" fn pool_create(out: *mut MemoryPool, settings: *const PoolSettings) -> i32 {
+unsafe extern "C" fn pool_create(
+    out: *mut MemoryPool,
+    settings: *const MemoryPoolProperties,
+) -> i32 {
     // SAFETY: the caller's places.
     unsafe {
         *out = std::ptr::without_provenance_mut(0x99);

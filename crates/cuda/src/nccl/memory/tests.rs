@@ -122,7 +122,9 @@ fn an_abandoned_registration_makes_no_further_calls() {
     let operation = CollectiveOperation::Broadcast { root: 0, segments };
     let looks = std::cell::Cell::new(0);
     let goes_on = || looks.replace(looks.get() + 1) == 0;
-    assert!(!registry.register_operation(&library, null_mut(), &operation, goes_on).unwrap());
+    assert!(
+        !registry.register_operation_buffers(&library, null_mut(), &operation, goes_on).unwrap()
+    );
     assert_eq!(names(), ["register"]);
 }
 

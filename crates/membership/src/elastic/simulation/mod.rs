@@ -220,8 +220,8 @@ impl ElasticSimulation {
         self.fail_simulation("nothing happens any more")
     }
 
-    fn observe_input(&mut self, input: MembershipInput) {
-        if let Some(Ok(decisions)) = self.take_step(StepKind::Input(input)) {
+    fn apply_membership_input(&mut self, input: MembershipInput) {
+        if let Some(Ok(decisions)) = self.take_step(ElasticStepInput::Input(input)) {
             self.apply_decisions(decisions);
         }
     }
@@ -229,12 +229,12 @@ impl ElasticSimulation {
     fn handle_event(&mut self, what: SimulatedElasticEvent) {
         match what {
             SimulatedElasticEvent::Tick => {
-                self.observe_input(MembershipInput::Tick);
+                self.apply_membership_input(MembershipInput::Tick);
                 self.schedule_at(self.now + TICK_INTERVAL_MS, SimulatedElasticEvent::Tick);
             }
             SimulatedElasticEvent::Hosts(hosts) => {
                 self.hosts = hosts.iter().cloned().collect();
-                self.observe_input(MembershipInput::Hosts(hosts));
+                self.apply_membership_input(MembershipInput::Hosts(hosts));
             }
             SimulatedElasticEvent::Registers(task) => {
                 let Some(process) = self.processes.get(&task).filter(|process| !process.dead)
@@ -242,7 +242,7 @@ impl ElasticSimulation {
                     return;
                 };
                 let host = HostHash(process.host.clone());
-                let what = StepKind::AgentRegistration {
+                let what = ElasticStepInput::AgentRegistration {
                     task: TaskId(task),
                     session: u64::from(task),
                     host_hash: host,
@@ -284,7 +284,7 @@ impl ElasticSimulation {
                 let kind = code.map_or(ExitKind::Signal(9), ExitKind::Code);
                 let exit =
                     ExitReport { kind, peer_error: false, stopped: false, stderr_tail: Vec::new() };
-                self.observe_input(MembershipInput::Exited {
+                self.apply_membership_input(MembershipInput::Exited {
                     task: TaskId(task),
                     generation: Generation(0),
                     exit,
@@ -335,7 +335,7 @@ impl ElasticSimulation {
             .filter(|peer| **peer != task && self.is_silent(**peer))
             .map(|peer| TaskId(*peer))
             .collect();
-        match self.take_step(StepKind::WorldRequest {
+        match self.take_step(ElasticStepInput::WorldRequest {
             task: TaskId(task),
             after: Generation(generation),
             suspects,
@@ -376,7 +376,7 @@ impl ElasticSimulation {
         }
         let stopped = process.stopped_until > self.now;
         // The agent sends heartbeats even while its worker is stopped.
-        self.observe_input(MembershipInput::Heartbeat {
+        self.apply_membership_input(MembershipInput::Heartbeat {
             task: TaskId(task),
             session: u64::from(task),
         });
@@ -498,7 +498,10 @@ impl ElasticSimulation {
             let reason = "no route to host".to_owned();
             self.kill_process(task);
             // The driver reports this a moment later.
-            return self.observe_input(MembershipInput::NotStarted { task: TaskId(task), reason });
+            return self.apply_membership_input(MembershipInput::NotStarted {
+                task: TaskId(task),
+                reason,
+            });
         }
         self.schedule_between(10, 3_000, SimulatedElasticEvent::Registers(task));
     }

@@ -9,7 +9,7 @@ use farandole_world::TaskId;
 
 use super::{ElasticSimulation, SimulatedElasticEvent};
 use crate::decisions::{AgentPresence, MembershipDecision, MembershipInput, RegistrationRefusal};
-use crate::elastic::{ElasticMembership, JournalStep, StepKind, WorkerStage};
+use crate::elastic::{ElasticMembership, ElasticStepInput, JournalStep, WorkerStage};
 
 /// A state, and the steps after it.
 pub(super) struct SimulatedJournal {
@@ -36,7 +36,7 @@ impl ElasticSimulation {
     /// Takes a step; `None` while there is no registrar.
     pub(super) fn take_step(
         &mut self,
-        what: StepKind,
+        what: ElasticStepInput,
     ) -> Option<Result<Vec<MembershipDecision>, RegistrationRefusal>> {
         let now = self.job_time();
         match &mut self.journal {
@@ -75,10 +75,12 @@ impl ElasticSimulation {
         self.machine = serde_json::from_str(&serde_json::to_string(&again).unwrap()).unwrap();
         journal.state = self.machine.clone();
         self.journal = Some(journal);
-        if let Some(Ok(decisions)) = self.take_step(StepKind::Restart) {
+        if let Some(Ok(decisions)) = self.take_step(ElasticStepInput::Restart) {
             self.apply_decisions(decisions);
         }
-        self.observe_input(MembershipInput::Hosts(self.hosts.clone().into_iter().collect()));
+        self.apply_membership_input(MembershipInput::Hosts(
+            self.hosts.clone().into_iter().collect(),
+        ));
         // Workers that were given up are dismissed.
         let given_up: Vec<u32> = self.machine.gone_workers().map(|task| task.0).collect();
         for task in given_up {

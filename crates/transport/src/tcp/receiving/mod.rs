@@ -53,7 +53,7 @@ struct PartialRecord {
     aside: bool,
 }
 
-/// Result of [`RecordReceiver::receive_step`].
+/// Result of [`RecordReceiver::receive_record_step`].
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum ReceiveStep {
     /// This many bytes were decrypted and are at the beginning of the space.
@@ -98,7 +98,7 @@ impl RecordReceiver {
     /// belongs to another connection. It may have grown since the last step, and is otherwise the
     /// same. `seen` says whether this poll has placed any bytes: if so, a socket whose last read
     /// was short is not read again.
-    pub(super) fn receive_step(
+    pub(super) fn receive_record_step(
         &mut self,
         socket: &OwnedFd,
         space: &mut [u8],
@@ -118,7 +118,7 @@ impl RecordReceiver {
         }
         let mut record = match self.record {
             Some(record) => record,
-            None => match self.begin_record(space, block) {
+            None => match self.take_staged_record_start(space, block) {
                 Ok(Some(record)) => record,
                 Ok(None) => return self.read_from_socket(socket, None, space, seen),
                 Err(tampered) => return tampered,
@@ -136,7 +136,7 @@ impl RecordReceiver {
 
     /// Takes a header and the bytes behind it from the staging buffer; `None` if no whole header is
     /// there.
-    fn begin_record(
+    fn take_staged_record_start(
         &mut self,
         space: &mut [u8],
         block: usize,
@@ -147,7 +147,7 @@ impl RecordReceiver {
         };
         let header = RecordHeader(*header);
         let promise = header
-            .announced_record()
+            .announced_kind_and_length()
             // The header is not authenticated yet. Its length must not lead behind the block of
             // this connection.
             .filter(|(kind, length)| *kind != RecordKind::Control && *length <= block);

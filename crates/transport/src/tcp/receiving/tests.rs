@@ -52,7 +52,7 @@ fn read(wire: &[u8], parts: &[usize], room: usize) -> (Vec<u8>, ReceiveStep) {
         receiving.begin_poll();
         let mut seen = false;
         loop {
-            match receiving.receive_step(&socket, &mut space[filled..], usize::MAX, seen) {
+            match receiving.receive_record_step(&socket, &mut space[filled..], usize::MAX, seen) {
                 ReceiveStep::Placed(bytes) => {
                     placed.extend_from_slice(&space[filled..filled + bytes]);
                     filled += bytes;

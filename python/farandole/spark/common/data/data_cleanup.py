@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from farandole.stores.store import AbstractFilesystemStore
 
 
-def delete_old_data(
+def delete_stale_prepared_data(
     store: AbstractFilesystemStore,
     older_than: float | None,
     max_size: int | None,

@@ -12,7 +12,7 @@ from farandole.data.columns import ColumnRoles
 from farandole.data.encoding import ColumnEncoding
 from farandole.data.inputs.sources import open_source
 from farandole.data.learning import EncodingSpec, needs_encoding
-from farandole.data.prepare import prepare_source, writer_spec
+from farandole.data.prepare import prepare_source, native_writer_spec
 from farandole.spark.common.data.existing_data import is_prepared
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def use_encoded_copy(
+def hold_encoded_data(
     store: AbstractFilesystemStore,
     found: Prepared,
     where: ExistingDataPaths,
@@ -65,15 +65,15 @@ def use_encoded_copy(
     sides = ColumnRoles(roles.features, roles.labels, roles.weight)
     with contextlib.ExitStack() as held:
 
-        def copy_side(paths: str | list[str] | TableSnapshot, side_spec: EncodingSpec) -> Prepared:
-            spec = writer_spec(sides, 0, dict(side_spec.fill), allow_nan=allow_nan)
+        def prepare_encoded_side(paths: str | list[str] | TableSnapshot, side_spec: EncodingSpec) -> Prepared:
+            spec = native_writer_spec(sides, 0, dict(side_spec.fill), allow_nan=allow_nan)
             rows = open_source(paths, format="parquet", types=where.types or None)
             return held.enter_context(prepare_source(rows, store, sides, spec, "fit", side_spec))
 
-        train = copy_side(where.train, encoding_spec)
+        train = prepare_encoded_side(where.train, encoding_spec)
         val = None
         if found.val_url is not None and where.val is not None:
-            val = copy_side(
+            val = prepare_encoded_side(
                 where.val, EncodingSpec.from_encoding(train.encoding or ColumnEncoding())
             )
         rows = 0 if val is None else val.train_rows

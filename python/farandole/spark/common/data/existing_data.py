@@ -13,7 +13,7 @@ from farandole._native import prepare as native
 from farandole._native.store import Store as NativeStore
 from farandole.data.datasets import is_directory_path
 from farandole.data.inputs.tables import find_table, is_table, open_table
-from farandole.data.loader_arguments import types_of_reader
+from farandole.data.loader_arguments import native_reader_types
 from farandole.stores.lease_files import LeaseFile
 
 if TYPE_CHECKING:
@@ -82,14 +82,14 @@ class ExistingDataPaths:
         if idx is not None:
             raise ValueError("at most one of path and dataset_idx may be specified")
         return cls(
-            _find_rows("path", path),
-            None if val_path is None else _find_rows("val_path", val_path),
+            _resolve_row_location("path", path),
+            None if val_path is None else _resolve_row_location("val_path", val_path),
             given=True,
-            types=types_of_reader(types),
+            types=native_reader_types(types),
         )
 
 
-def _find_rows(name: str, rows: Any) -> str | list[str] | TableSnapshot:
+def _resolve_row_location(name: str, rows: Any) -> str | list[str] | TableSnapshot:
     if is_table(rows):
         return open_table(rows)
     texts = _path_texts(name, rows)
@@ -107,7 +107,7 @@ def _path_texts(name: str, paths: Any) -> str | list[str]:
 
 
 @contextlib.contextmanager
-def share_prepared_data(where: ExistingDataPaths) -> Iterator[None]:
+def hold_prepared_data_leases(where: ExistingDataPaths) -> Iterator[None]:
     """Marks prepared data as used by this process: inside the context, no process deletes or
     replaces the data.
 

@@ -30,22 +30,22 @@ from farandole._native import prepare as native
 from farandole._native.store import Store as NativeStore
 from farandole.data import prepared_directories
 from farandole.data.arrow import pa
-from farandole.data.batch_counters import count_on_executors, numbered_columns
+from farandole.data.batch_counters import accumulate_on_executors, alias_columns_by_number
 from farandole.data.columns import ColumnRoles, check_columns_present
-from farandole.data.datasets import linked_dataset_url, open_dataset
-from farandole.data.encoding import ColumnEncoding, source_columns
+from farandole.data.datasets import write_dataset_link, open_dataset
+from farandole.data.encoding import ColumnEncoding, columns_of_features
 from farandole.data.learning import EncodingSpec, learn_encoding, needs_encoding, read_encoding
 from farandole.data.prepare import PreparedData as Prepared
 from farandole.data.prepare import (
-    data_key,
-    describe_prepared,
+    prepared_data_key,
+    read_prepared_manifests,
     prepared_columns,
     write_prepared_data,
-    writer_spec,
+    native_writer_spec,
 )
 from farandole.spark.common.data import plan
 from farandole.spark.common.data.existing_data import ExistingDataPaths
-from farandole.spark.job.session import SparkCluster
+from farandole.spark.job.session import SparkSessionAdapter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -104,7 +104,7 @@ def clear_training_cache() -> None:
     Data that was prepared from files is still found, by the keys in the store.
     """
     with _PREPARED_DATA_CACHE.lock:
-        _forget_entries([entry for entry in _PREPARED_DATA_CACHE.entries if not entry.users])
+        _release_cached_entries([entry for entry in _PREPARED_DATA_CACHE.entries if not entry.users])
 
 
 @contextlib.contextmanager
@@ -153,30 +153,30 @@ def prepare_data(
     """
     side = [] if split is None else [split.column]
     check_columns_present(ColumnRoles(tuple(side), ()), df.columns, "DataFrame")
-    names = source_columns([*roles.source_columns_to_read, *side], df.columns)
+    names = columns_of_features([*roles.source_columns_to_read, *side], df.columns)
     encoding_spec = EncodingSpec.from_arguments(categories, fill, roles.labels, split, ragged)
     # Columns get their names back in tasks.
-    chosen = numbered_columns(df, names)
+    chosen = alias_columns_by_number(df, names)
     options = {
-        **writer_spec(roles, seed, fill, allow_nan=allow_nan),
+        **native_writer_spec(roles, seed, fill, allow_nan=allow_nan),
         "compress_sparse": compress_sparse,
     }
     merged = chosen.coalesce(num_processes * partitions_per_process)
     learn_and_write = partial(_write_prepared_data, store, merged, names, options)
     if needs_encoding(encoding_spec, roles.stored_columns, df.columns):
         schema = _arrow_schema(df.schema, names)
-        learn = partial(_learn_on_executors, merged, names, schema, roles, encoding_spec)
+        learn = partial(_learn_encoding_on_executors, merged, names, schema, roles, encoding_spec)
         learn_and_write = partial(learn_and_write, learn=learn, wanted=roles.source_columns_to_read)
     plan_text = plan.portable_plan_text(chosen)
     if plan_text is not None:
-        key = data_key("fit", encoding_spec, plan_text, options)
+        key = prepared_data_key("fit", encoding_spec, plan_text, options)
         with _preparation_lock(f"{store.prefix_path}\n{key}"):
             validates = options["validation"] is not None
-            directory = prepared_directories.find_prepared(store, key, validates=validates)
+            directory = prepared_directories.hold_complete_directory(store, key, validates=validates)
             prepared = (
                 learn_and_write(key)
                 if directory is None
-                else describe_prepared(directory, validates=validates, reused=True)
+                else read_prepared_manifests(directory, validates=validates, reused=True)
             )
         with prepared:
             yield prepared
@@ -199,7 +199,7 @@ def prepare_data(
         with _PREPARED_DATA_CACHE.lock:
             entry.users -= 1
             idle = [one for one in _PREPARED_DATA_CACHE.entries if not one.users]
-            _forget_entries(
+            _release_cached_entries(
                 [one for one in idle if one.key.startswith("None\n")] + idle[:-_MAX_IDLE_ENTRIES]
             )
 
@@ -212,7 +212,7 @@ def _preparation_lock(key: str) -> threading.Lock:
         return _PREPARATION_LOCKS.setdefault(key, threading.Lock())
 
 
-def _learn_on_executors(
+def _learn_encoding_on_executors(
     df: DataFrame, names: list[str], schema: pa.Schema, roles: ColumnRoles, spec: EncodingSpec
 ) -> ColumnEncoding:
     """Learns the encoding in a pass over the rows, if it is not already given.
@@ -227,11 +227,11 @@ def _learn_on_executors(
 
     def collect_rows(counted: DataFrame) -> list[Any]:
         description = "farandole: learning categories and replacements of missing values"
-        return SparkCluster.from_active_session().collect_rows(counted, description)
+        return SparkSessionAdapter.from_active_session().collect_rows(counted, description)
 
     def count_rows(read: list[str], start: Callable[[], EncodingLearner]) -> EncodingLearner:
         chosen = df.select(*[f"column{names.index(name)}" for name in read])
-        return count_on_executors(chosen, read, start, collect_rows)
+        return accumulate_on_executors(chosen, read, start, collect_rows)
 
     return learn_encoding(schema, roles, spec, count_rows)
 
@@ -261,14 +261,14 @@ def _write_prepared_data(
     wanted: list[str] | None = None,
 ) -> Prepared:
     encoding = None if learn is None else learn()
-    rows = _RowEncoder(names, names if wanted is None else wanted, encoding)
+    rows = _SparkBatchEncoder(names, names if wanted is None else wanted, encoding)
     resumable = not key.startswith("once")
     sources = plan.partition_sources(df) if resumable else None
 
     def write_partitions(
         directory: prepared_directories.PreparedDirectory, spec: str
     ) -> list[bytes]:
-        done = _PartitionProgress(
+        done = _PartitionCompletionLog(
             directory.train_url, directory.lease_name, directory.finished_partitions, sources
         )
         return _write_partitions(df, rows, store, spec, done)
@@ -331,8 +331,8 @@ def find_existing_data(
         raise ValueError(f"there are no rows at {paths.train}")
     return Prepared(
         index=idx,
-        train_url=linked_dataset_url(store, train),
-        val_url=linked_dataset_url(store, val) if val is not None and val.rows else None,
+        train_url=write_dataset_link(store, train),
+        val_url=write_dataset_link(store, val) if val is not None and val.rows else None,
         train_rows=train.rows,
         val_rows=0 if val is None else val.rows,
         columns=columns,
@@ -355,11 +355,11 @@ def _lookup_entry(key: str, frame: DataFrame | None) -> _PreparedEntry | None:
                 entry.prepared = replace(entry.prepared, reused=True)
                 return entry
             if not entry.users:
-                _forget_entries([entry])
+                _release_cached_entries([entry])
     return None
 
 
-def _forget_entries(entries: list[_PreparedEntry]) -> None:
+def _release_cached_entries(entries: list[_PreparedEntry]) -> None:
     for entry in entries:
         if entry in _PREPARED_DATA_CACHE.entries:
             _PREPARED_DATA_CACHE.entries.remove(entry)
@@ -371,7 +371,7 @@ def _is_same_frame(first: DataFrame, second: DataFrame) -> bool:
 
 
 @dataclass(frozen=True)
-class _PartitionProgress:
+class _PartitionCompletionLog:
     """The summaries of a finished task, and of tasks that had finished before."""
 
     train_url: str
@@ -391,7 +391,7 @@ class _PartitionProgress:
 
 
 @dataclass(frozen=True)
-class _RowEncoder:
+class _SparkBatchEncoder:
     """The processing of batches from Spark."""
 
     names: list[str]
@@ -406,10 +406,10 @@ class _RowEncoder:
 
 def _write_partitions(
     df: DataFrame,
-    form: _RowEncoder,
+    form: _SparkBatchEncoder,
     store: AbstractFilesystemStore,
     spec: str,
-    progress: _PartitionProgress,
+    progress: _PartitionCompletionLog,
 ) -> list[bytes]:
     preparation = uuid.uuid4().hex[:8]
     url, storage = store.prefix_path, store.storage_options
@@ -418,7 +418,7 @@ def _write_partitions(
         storage.apply()
         return write_partition(batches, form, url, spec, preparation, progress)
 
-    rows = SparkCluster.from_active_session().collect_rows(
+    rows = SparkSessionAdapter.from_active_session().collect_rows(
         df.mapInArrow(write_batches, _PARTITION_RESULT_SCHEMA), "farandole: preparing data"
     )
     rows.sort(key=lambda row: row.partition)
@@ -431,11 +431,11 @@ def _write_partitions(
 
 def write_partition(
     batches: Iterator[pa.RecordBatch],
-    form: _RowEncoder,
+    form: _SparkBatchEncoder,
     url: str,
     spec: str,
     preparation: str,
-    progress: _PartitionProgress,
+    progress: _PartitionCompletionLog,
 ) -> Iterator[pa.RecordBatch]:
     """Runs in a Spark task: writes one partition and yields one row about it.
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from farandole.data.columns import PreparedColumn
-from farandole.data.loader_arguments import values_by_column
+from farandole.data.loader_arguments import fill_argument_by_column
 from farandole.spark.common.data.source import BatchSource, MissingValuePolicy, sample_rows
 from farandole.spark.common.transform import UserTransformation
 
@@ -234,7 +234,7 @@ def missing_value_policy(estimator: EstimatorParams, prepared: PreparedData) -> 
         estimator: the estimator, for its parameters.
         prepared: the data. If this fit prepared it, its missing values are replaced already.
     """
-    given = {} if prepared.place is not None else values_by_column(estimator.getFill())
+    given = {} if prepared.place is not None else fill_argument_by_column(estimator.getFill())
     numbers: dict[str, float] = {}
     for name, value in given.items():
         # Only a number can fill a column of numbers. With another value, reading the column reports
@@ -277,7 +277,7 @@ def read_example_rows(
     )
 
 
-def array_columns(
+def columns_from_sample_arrays(
     arrays: Mapping[str, Any], names: Sequence[str] = ()
 ) -> dict[str, PreparedColumn]:
     """Returns the columns that a model gets, by arrays of some rows; a transformation may have made

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from farandole.data.encoding import source_column
+from farandole.data.encoding import column_of_feature
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -42,7 +42,7 @@ def check_types(
         ValueError: naming the column and its type.
     """
     for role, name in roles.columns_with_roles():
-        if source_column(name, schema.names) != name:
+        if column_of_feature(name, schema.names) != name:
             continue
         kind = schema[name].dataType
         shown = kind.simpleString()

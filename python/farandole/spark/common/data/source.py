@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from farandole._native.reader import Dataset, Reader
-from farandole.data.arrays import VARIABLE_WIDTH_DTYPES, batch_converter
+from farandole.data.arrays import VARIABLE_WIDTH_DTYPES, make_batch_converter
 from farandole.data.memory import (
     MemoryReservation,
     cache_directory,
     default_byte_budget,
     reserve_memory,
 )
-from farandole.data.ragged import lengths_column
+from farandole.data.ragged import lengths_column_name
 from farandole.stores.local_paths import explain_unreadable_data
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     Arrays = dict[str, npt.NDArray[Any]]
 
-_batch_to_arrays = batch_converter("numpy")
+_batch_to_arrays = make_batch_converter("numpy")
 _SAMPLED_BATCHES = 16
 """Batches from which `sample_rows` draws spread rows."""
 
@@ -61,7 +61,7 @@ class MissingValuePolicy:
 
 
 @dataclass(frozen=True)
-class SourceBatch:
+class PaddedRankBatch:
     """One batch of this rank, rows first; the first `valid` rows count, later ones repeat
     others.
     """
@@ -163,7 +163,7 @@ class BatchSource:
                 },
                 fill=dict(missing.fill) or None,
                 allow_nan=missing.allow_nan,
-                pad={name: one.reader_padding(fixed=fixed) for name, one in self._ragged.items()}
+                pad={name: one.native_padding_argument(fixed=fixed) for name, one in self._ragged.items()}
                 or None,
                 cache=cache_directory(dataset, list(columns)) if in_memory and moves else None,
             )
@@ -192,7 +192,7 @@ class BatchSource:
         self._seed = (seed, rank)
         self._shuffle = shuffle
         self._in_memory = in_memory and not moves
-        self._cached_batches: list[SourceBatch] = []
+        self._cached_batches: list[PaddedRankBatch] = []
         self._reservation: MemoryReservation | None = None
         self._repeated_pass: int | None = None
         """The pass whose rows this process has in all passes, if it cannot keep them."""
@@ -264,13 +264,13 @@ class BatchSource:
         """
         return self._row_count_until_step(last) - self._row_count_until_step(first)
 
-    def loss_factor(self, rows: SourceBatch) -> float:
+    def loss_factor(self, rows: PaddedRankBatch) -> float:
         """Returns the factor of the mean loss over a batch, before gradients are averaged over
         processes.
         """
         return rows.valid * self._size / self.row_count_in_steps(rows.step, rows.step + 1)
 
-    def epoch(self, number: int, steps: int) -> Generator[SourceBatch]:
+    def epoch(self, number: int, steps: int) -> Generator[PaddedRankBatch]:
         """Yields the batches of an epoch, or of the rest of an epoch.
 
         Args:
@@ -313,7 +313,7 @@ class BatchSource:
         passes, rest = divmod(done - first, self.steps)
         return remaining_rows + passes * self.total + min(rest * whole, self.total)
 
-    def _pass_batches(self, number: int, row: int) -> Generator[SourceBatch]:
+    def _pass_batches(self, number: int, row: int) -> Generator[PaddedRankBatch]:
         if len(self._cached_batches) == self.steps:
             yield from self._batches_from_memory(number)
             return
@@ -329,35 +329,35 @@ class BatchSource:
                 if keeps and step == 0:
                     keeps = self._reserve_memory(rows, count)
                 if keeps:
-                    self._keep_batch(rows)
+                    self._cache_batch_in_memory(rows)
                 yield rows
         if self._in_memory and not keeps and count == self.steps:
             self._repeated_pass = number
 
-    def _reserve_memory(self, rows: SourceBatch, count: int) -> bool:
+    def _reserve_memory(self, rows: PaddedRankBatch, count: int) -> bool:
         """Reserves memory for all batches of a pass; returns whether there is enough."""
         # To shuffle them, a pass copies all rows.
         copies = 2 if self._shuffle else 1
         self._reservation = reserve_memory(copies * count * _column_bytes(rows))
         return self._reservation is not None
 
-    def _keep_batch(self, rows: SourceBatch) -> None:
+    def _cache_batch_in_memory(self, rows: PaddedRankBatch) -> None:
         self._cached_batches.append(rows)
         if self._reservation is not None:
             self._reservation.filled += _column_bytes(rows)
 
-    def _convert_batch(self, batch: Batch) -> SourceBatch:
+    def _convert_batch(self, batch: Batch) -> PaddedRankBatch:
         count = max(self._min_rows, batch.valid_rows)
         columns = _batch_to_arrays(batch, self._fields, None)
         columns |= {name: one.read_padded(batch, name) for name, one in self._ragged.items()}
         arrays = {name: columns[name][:count] for name in self._names}
         for name in self._nested:
-            arrays[lengths_column(name)] = self._ragged[name].row_lengths(batch, name)[:count]
+            arrays[lengths_column_name(name)] = self._ragged[name].row_lengths(batch, name)[:count]
         if self._transformation is not None:
             arrays = self._transformation(arrays)
-        return SourceBatch(arrays, count, batch.valid_rows)
+        return PaddedRankBatch(arrays, count, batch.valid_rows)
 
-    def _batches_from_memory(self, number: int) -> Generator[SourceBatch]:
+    def _batches_from_memory(self, number: int) -> Generator[PaddedRankBatch]:
         if not self._shuffle:
             yield from self._cached_batches
             return
@@ -417,5 +417,5 @@ def sample_rows(
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def _column_bytes(rows: SourceBatch) -> int:
+def _column_bytes(rows: PaddedRankBatch) -> int:
     return sum(values.nbytes for values in rows.columns.values())

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from farandole.data.datasets import is_directory_path
-from farandole.data.encoding import source_columns
+from farandole.data.encoding import columns_of_features
 from farandole.data.inputs.sources import open_source
 from farandole.data.statistics import load_or_compute_statistics, read_statistics, statistics_of
 from farandole.spark.common.data.existing_data import is_prepared
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _STATISTICS_THREADS = 2
 
 
-def with_statistics(
+def add_statistics_to_prepared_data(
     prepared: Prepared, rows: Any, present: Sequence[str], roles: ColumnRoles, *, wanted: bool
 ) -> Prepared:
     """Returns data that a fit has prepared, with the statistics of its rows if they are wanted or
@@ -37,7 +37,7 @@ def with_statistics(
         roles: roles of the columns.
         wanted: whether to compute them, in one more pass over the rows.
     """
-    names = source_columns([*roles.features, *roles.labels], present)
+    names = columns_of_features([*roles.features, *roles.labels], present)
     return _attach_statistics(
         prepared,
         prepared.train_url,
@@ -48,11 +48,11 @@ def with_statistics(
     )
 
 
-def with_stored_statistics(
+def add_statistics_to_existing_data(
     prepared: Prepared, paths: str | list[str] | TableSnapshot, roles: ColumnRoles, *, wanted: bool
 ) -> Prepared:
     """Returns data that existed before a fit, with the statistics of its rows, like
-    `with_statistics`.
+    `add_statistics_to_prepared_data`.
 
     Args:
         prepared: the data, or its encoded copy.
@@ -72,7 +72,7 @@ def with_stored_statistics(
             )
         source = open_source(paths, format="parquet")
         return statistics_of(
-            source, source_columns([*roles.features, *roles.labels], source.schema.names)
+            source, columns_of_features([*roles.features, *roles.labels], source.schema.names)
         )
 
     return _attach_statistics(prepared, paths, roles, compute_statistics if wanted else None)
@@ -86,7 +86,7 @@ def _attach_statistics(
 ) -> Prepared:
     found = read_statistics(paths) if isinstance(paths, str) and is_directory_path(paths) else None
     if found is None or not set(
-        source_columns([*roles.features, *roles.labels], found.columns)
+        columns_of_features([*roles.features, *roles.labels], found.columns)
     ) <= set(found.columns):
         found = None if compute is None else compute()
     return prepared if found is None else replace(prepared, statistics=found)

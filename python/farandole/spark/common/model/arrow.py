@@ -18,8 +18,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from farandole.data.inputs.number_conversion import to_batch_numbers
-from farandole.data.inputs.vectors import is_vector_type, vectors_as_lists
-from farandole.data.ragged import lengths_column
+from farandole.data.inputs.vectors import is_spark_vector_type, spark_vectors_as_lists
+from farandole.data.ragged import lengths_column_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -107,7 +107,7 @@ def feature_arrays(
     lengths = {
         name: encoding.ragged[name].arrow_row_lengths(batch.column(places[name])) for name in nested
     }
-    return found | {lengths_column(name): counts for name, counts in lengths.items()}
+    return found | {lengths_column_name(name): counts for name, counts in lengths.items()}
 
 
 def column_to_array(
@@ -145,8 +145,8 @@ def column_to_array(
         return column.to_numpy(zero_copy_only=False)
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         return _lists_to_array(column, name, fill)
-    if is_vector_type(kind):
-        return _lists_to_array(vectors_as_lists(column, name), name, fill)
+    if is_spark_vector_type(kind):
+        return _lists_to_array(spark_vectors_as_lists(column, name), name, fill)
     raise ValueError(f"column {name!r} has type {kind}, which no tensor can hold")
 
 

@@ -25,7 +25,7 @@ from farandole.spark.common.model.outputs import (
     ModelOutput,
     add_predictions,
     parse_outputs,
-    probe_outputs,
+    detect_model_outputs,
     rename_columns_to_numbers,
 )
 from farandole.spark.common.parameter import Parameter
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from farandole.data.statistics import ColumnDrift
     from farandole.runner.show.history import Entry
-    from farandole.spark.common.model.evaluation import ClassSums, ModelEvaluation, ValueSums
+    from farandole.spark.common.model.evaluation import ClassificationSums, ModelEvaluation, RegressionSums
     from farandole.spark.common.model.model_summary import LayerSummary
     from farandole.spark.common.model.onnx import Signature
     from farandole.spark.common.model.predictor import BatchPredictor
@@ -62,7 +62,7 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
 
     outputs: Parameter[Sequence[ModelOutput]] = Parameter(
         "Description of the outputs; determined if omitted.",
-        check.converted_by(parse_outputs),
+        check.make_conversion_check(parse_outputs),
         default=None,
     )
 
@@ -103,22 +103,22 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
             ValueError: a column is missing, or the model has several labels, or an output of
                 unknown form.
         """
-        from farandole.spark.common.model.evaluation import empty_sums, sum_predictions
+        from farandole.spark.common.model.evaluation import empty_sums, sum_evaluated_rows
 
         self._check_feature_columns(df)
         form, name = self._require_output_form("evaluate"), self.getLabelColumns()[0]
         start = empty_sums(form, self.getThresholds())
-        for part in self._collect_sums(
-            df, name, start, sum_predictions, "farandole: evaluating a model"
+        for part in self._collect_task_sums(
+            df, name, start, sum_evaluated_rows, "farandole: evaluating a model"
         ):
             start.merge(part)
         return start.to_evaluation(self.getClasses())
 
-    def _collect_sums(
+    def _collect_task_sums(
         self,
         df: DataFrame,
         label: str,
-        start: ClassSums | ValueSums,
+        start: ClassificationSums | RegressionSums,
         task: Callable[..., Any],
         title: str,
     ) -> list[Any]:
@@ -132,7 +132,7 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
                 returns the sums.
             title: of Spark's job.
         """
-        from farandole.spark.job.session import SparkCluster
+        from farandole.spark.job.session import SparkSessionAdapter
 
         roles = ColumnRoles(features=(), labels=(label,))
         check_columns_present(roles, df.columns, "DataFrame")
@@ -148,7 +148,7 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
             packed = pickle.dumps(task(batches, predictor, read_labels, start))
             yield pa.RecordBatch.from_arrays([pa.array([packed], pa.binary())], names=["part"])
 
-        rows = SparkCluster.from_active_session().collect_rows(
+        rows = SparkSessionAdapter.from_active_session().collect_rows(
             rename_columns_to_numbers(df).mapInArrow(pack_sums, "part binary"), title
         )
         return [cloudpickle.loads(row.part) for row in rows]
@@ -176,28 +176,28 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
         Raises:
             ValueError: as `evaluate`; there is no such metric, or `repeats` is below 1.
         """
-        from farandole.data.encoding import source_columns
+        from farandole.data.encoding import columns_of_features
         from farandole.spark.common.model.evaluation import empty_sums
         from farandole.spark.common.model.importance import (
             column_importances,
-            sum_permuted_predictions,
+            sum_permuted_evaluations,
         )
 
-        repeats = check.whole_number("repeats", repeats)
+        repeats = check.check_whole_number("repeats", repeats)
         self._check_feature_columns(df)
         form, label = self._require_output_form("importance"), self.getLabelColumns()[0]
         start = empty_sums(form, self.getThresholds(), by_score=metric == "area_under_roc")
-        features = source_columns(
+        features = columns_of_features(
             [name for group in self._input_columns() for name in group], df.columns
         )
         names = {df.columns.index(name): name for name in features}
         found: dict[Any, Any] = {}
         task = partial(
-            sum_permuted_predictions,
+            sum_permuted_evaluations,
             columns=list(names),
             seeds=[seed + turn for turn in range(repeats)],
         )
-        for part in self._collect_sums(df, label, start, task, "farandole: importance of columns"):
+        for part in self._collect_task_sums(df, label, start, task, "farandole: importance of columns"):
             for key, counted in part.items():
                 found.setdefault(key, deepcopy(start)).merge(counted)
         return column_importances(found or {None: start}, names, metric)
@@ -217,7 +217,7 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
             ValueError: the model carries no statistics, or a feature is missing or has another kind
                 of values.
         """
-        from farandole.data.encoding import source_columns
+        from farandole.data.encoding import columns_of_features
         from farandole.data.statistics import Statistics
 
         known = self.getStatistics()
@@ -227,7 +227,7 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
                 "pass it to prepare_data"
             )
         labels = self.getLabelColumns() or []
-        columns = source_columns(
+        columns = columns_of_features(
             [*(name for group in self._input_columns() for name in group), *labels], known.columns
         )
         own = Statistics({name: known[name] for name in columns if name in known.columns})
@@ -294,7 +294,7 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
         """
         from farandole.spark.common.model import onnx
 
-        signature = onnx.require_exportable(
+        signature = onnx.require_exportable_signature(
             self, self.getOutputCols(), extras=self._onnx_extras, more=self._onnx_packages
         )
         arrays = None
@@ -338,7 +338,7 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
         known = {name: values for name, values in self.getCategories().items() if name in labels}
         return ColumnEncoding(known, labels=frozenset(labels))
 
-    def _announce_first_prediction(self, session: SparkSession) -> None:
+    def _explain_slow_first_prediction(self, session: SparkSession) -> None:
         """Says why the first prediction of a session takes longer."""
         if not self.getVerbose() or self._framework in _SHOWN_MESSAGES.setdefault(session, set()):
             return
@@ -423,7 +423,7 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
             self.getTransformationRemovedFields() or (),
         )
         names = [name for group in self._input_columns() for name in group]
-        return UserTransformation(function, edits, removed).for_prediction(
+        return UserTransformation(function, edits, removed).without_label_columns(
             names, self.getLabelColumns() or ()
         )
 
@@ -438,8 +438,8 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
         if len(names) != len(labels):
             raise ValueError(f"output_cols needs one name per label column {len(labels)}: {names}")
         predictor = self._create_predictor(dataset)
-        self._announce_first_prediction(dataset.sparkSession)
-        outputs = self.getOrDefault("outputs") or probe_outputs(
+        self._explain_slow_first_prediction(dataset.sparkSession)
+        outputs = self.getOrDefault("outputs") or detect_model_outputs(
             dataset, labels, predictor.probe_output_sizes
         )
         kinds = [one.spark_type for one in outputs] + ([] if added is None else added.column_types)
@@ -448,12 +448,12 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
 
     def _added_class_columns(self, dataset: DataFrame) -> AddedClassColumns | None:
         """Returns the columns in Spark ML's manner, if any were asked for."""
-        columns = self._class_columns()
+        columns = self._requested_class_columns()
         if not columns:
             return None
         form, label = self._require_output_form(next(iter(columns))), self.getLabelColumns()[0]
         categories = self.getCategories().get(label)
-        check_class_columns(columns, form, self.getThresholds())
+        refuse_class_columns_for_values(columns, form, self.getThresholds())
         classes = categories if "labelIndexCol" in columns and categories else self.getClasses()
         if "labelIndexCol" in columns:
             check_columns_present(ColumnRoles((), (label,)), dataset.columns, "DataFrame")
@@ -534,7 +534,7 @@ def require_output_form(what: str, form: str | None, labels: list[str] | None) -
     return form
 
 
-def check_class_columns(columns: dict[str, str], form: str, thresholds: list[float] | None) -> None:
+def refuse_class_columns_for_values(columns: dict[str, str], form: str, thresholds: list[float] | None) -> None:
     """Refuses columns of classes for a model of values.
 
     Args:

@@ -49,7 +49,7 @@ _BINARY_CLASS_COUNT = 2
 
 
 def _check_thresholds(name: str, value: Any) -> list[float]:
-    numbers = check.number_list(name, value)
+    numbers = check.check_number_list(name, value)
     if (
         any(not 0 <= one < float("inf") for one in numbers)
         or numbers.count(0.0) > 1
@@ -68,41 +68,41 @@ class ClassificationParams(DeclaredParams):
     predictionCol: Parameter[str] = Parameter(
         "Column that `transform` adds for the class of a row, or its value, as Spark ML's models "
         "do.",
-        check.optional_value(check.nonempty_text),
+        check.make_optional_check(check.check_nonempty_text),
         default=None,
     )
     rawPredictionCol: Parameter[str] = Parameter(
         "Column for one number of each class, which is larger if the class is more likely.",
-        check.optional_value(check.nonempty_text),
+        check.make_optional_check(check.check_nonempty_text),
         default=None,
     )
     probabilityCol: Parameter[str] = Parameter(
         "Column for the probability of each class.",
-        check.optional_value(check.nonempty_text),
+        check.make_optional_check(check.check_nonempty_text),
         default=None,
     )
     predictedLabelCol: Parameter[str] = Parameter(
-        "Column for the name of the class.", check.optional_value(check.nonempty_text), default=None
+        "Column for the name of the class.", check.make_optional_check(check.check_nonempty_text), default=None
     )
     labelIndexCol: Parameter[str] = Parameter(
         "Column for the index of the label's class, where labels are strings.",
-        check.optional_value(check.nonempty_text),
+        check.make_optional_check(check.check_nonempty_text),
         default=None,
     )
     thresholds: Parameter[Sequence[float]] = Parameter(
         "One number of each class; the class of the largest probability by threshold is predicted.",
-        check.optional_value(_check_thresholds),
+        check.make_optional_check(_check_thresholds),
         default=None,
     )
     class_names: Parameter[Sequence[str]] = Parameter(
         "Names of the classes, if the label has none.",
-        check.optional_value(check.column_names),
+        check.make_optional_check(check.column_names),
         default=None,
     )
     output_form: Parameter[str] = Parameter(
         'Form of the model\'s outputs: `"values"`, or for classes `"logits"`, `"probabilities"` or '
         '`"log_probabilities"`; without it, the form that its loss takes, if it is known.',
-        check.optional_value(check.one_of(*OUTPUT_FORMS)),
+        check.make_optional_check(check.make_choice_check(*OUTPUT_FORMS)),
         default=None,
     )
 
@@ -116,12 +116,12 @@ class ClassificationParams(DeclaredParams):
             raise ValueError(f"the threshold of two classes must be between 0 and 1: {value!r}")
         return self._set(thresholds=[1.0 - float(value), float(value)])
 
-    def _class_params(self) -> dict[str, Any]:
+    def _set_class_params(self) -> dict[str, Any]:
         """Returns the parameters that are set, by name."""
         names = (*CLASS_COLUMN_PARAMS, "thresholds", "class_names", "output_form")
         return {name: value for name in names if (value := self.getOrDefault(name)) is not None}
 
-    def _class_columns(self) -> dict[str, str]:
+    def _requested_class_columns(self) -> dict[str, str]:
         """Returns the columns that are asked for."""
         return {
             name: value
@@ -166,7 +166,7 @@ class AddedClassColumns:
 
         found: list[pa.Array] = []
         raw, probability = (
-            (output, output) if self.form == "values" else class_scores(output, self.form)
+            (output, output) if self.form == "values" else raw_scores_and_probabilities(output, self.form)
         )
         for what, _ in self.columns:
             if what == "rawPredictionCol":
@@ -201,7 +201,7 @@ class AddedClassColumns:
         return column.cast(pa.float64())
 
 
-def class_scores(output: Array, form: str) -> tuple[Array, Array]:
+def raw_scores_and_probabilities(output: Array, form: str) -> tuple[Array, Array]:
     """Returns raw predictions and probabilities, (rows, classes).
 
     Args:

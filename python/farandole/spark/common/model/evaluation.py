@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from farandole.spark.common.model.classes import class_scores, predict_classes
+from farandole.spark.common.model.classes import raw_scores_and_probabilities, predict_classes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -56,7 +56,7 @@ class ModelEvaluation:
 
 
 @dataclass
-class ScoreCounts:
+class BinaryScoreHistogram:
     """Rows of two classes by score, for the area under the ROC curve.
 
     As in Spark's `BinaryClassificationEvaluator` with `numBins=0`, only equal scores are ties.
@@ -85,7 +85,7 @@ class ScoreCounts:
         counts = np.stack([index == 0, index == 1], axis=1).astype(np.int64)
         self._add_counts(ordered >> self.shift, counts)
 
-    def merge(self, other: ScoreCounts) -> None:
+    def merge(self, other: BinaryScoreHistogram) -> None:
         """Adds the counts of another task.
 
         Args:
@@ -117,7 +117,7 @@ class ScoreCounts:
 
 
 @dataclass
-class ClassSums:
+class ClassificationSums:
     """The sums over rows with classes."""
 
     form: str
@@ -126,7 +126,7 @@ class ClassSums:
     loss: float = 0.0
     confusion: dict[tuple[int, int], int] = field(default_factory=dict)
     classes: int = 0
-    by_score: ScoreCounts | None = field(default_factory=ScoreCounts)
+    by_score: BinaryScoreHistogram | None = field(default_factory=BinaryScoreHistogram)
     """Rows by score, of two classes; `None` if the area under the curve is not requested."""
 
     def add(self, output: Array, label: Array) -> None:
@@ -139,7 +139,7 @@ class ClassSums:
         Raises:
             ValueError: a label that is no class of the model.
         """
-        raw, probability = class_scores(output, self.form)
+        raw, probability = raw_scores_and_probabilities(output, self.form)
         self.classes = probability.shape[1]
         index = label.reshape(-1).astype(np.int64)
         if len(index) and not 0 <= index.min() <= index.max() < self.classes:
@@ -158,7 +158,7 @@ class ClassSums:
         if self.classes == _BINARY_CLASS_COUNT and self.by_score is not None:
             self.by_score.add(raw[:, 1], index)
 
-    def merge(self, other: ClassSums) -> None:
+    def merge(self, other: ClassificationSums) -> None:
         """Adds the counts of another task."""
         self.count, self.loss = self.count + other.count, self.loss + other.loss
         self.classes = max(self.classes, other.classes)
@@ -199,7 +199,7 @@ class ClassSums:
 
 
 @dataclass
-class ValueSums:
+class RegressionSums:
     """The sums over rows with values."""
 
     count: int = 0
@@ -226,12 +226,12 @@ class ValueSums:
         mean = float(wanted.mean()) if len(wanted) else 0.0
         spread = float(((wanted - mean) ** 2).sum())
         self.merge(
-            ValueSums(
+            RegressionSums(
                 len(wanted), float((wrong**2).sum()), float(np.abs(wrong).sum()), mean, spread
             )
         )
 
-    def merge(self, other: ValueSums) -> None:
+    def merge(self, other: RegressionSums) -> None:
         """Adds the counts of another task."""
         count = self.count + other.count
         if not count:
@@ -262,7 +262,7 @@ class ValueSums:
 
 def empty_sums(
     form: str, thresholds: Sequence[float] | None, *, by_score: bool = True
-) -> ClassSums | ValueSums:
+) -> ClassificationSums | RegressionSums:
     """Returns sums over no rows.
 
     Args:
@@ -271,13 +271,13 @@ def empty_sums(
         by_score: whether to count rows by score, which `area_under_roc` needs; up to 1.5 MB.
     """
     if form == "values":
-        return ValueSums()
-    return ClassSums(form, thresholds, by_score=ScoreCounts() if by_score else None)
+        return RegressionSums()
+    return ClassificationSums(form, thresholds, by_score=BinaryScoreHistogram() if by_score else None)
 
 
-def sum_predictions(
-    batches: Iterator[Any], predictor: Any, label: Any, start: ClassSums | ValueSums
-) -> ClassSums | ValueSums:
+def sum_evaluated_rows(
+    batches: Iterator[Any], predictor: Any, label: Any, start: ClassificationSums | RegressionSums
+) -> ClassificationSums | RegressionSums:
     """Predicts the rows of a task, and returns their sums.
 
     Args:

@@ -16,7 +16,7 @@ from farandole.data.arrow import pa
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from farandole.spark.common.model.evaluation import ClassSums, ValueSums
+    from farandole.spark.common.model.evaluation import ClassificationSums, RegressionSums
 
 MAX_BLOCK_ROWS = 65536
 """Rows of a task between which values are exchanged, at most."""
@@ -25,14 +25,14 @@ MAX_BLOCK_BYTES = 64 << 20
 _LOWER_IS_BETTER_METRICS = ("log_loss", "mse", "rmse", "mae")
 
 
-def sum_permuted_predictions(
+def sum_permuted_evaluations(
     batches: Iterator[pa.RecordBatch],
     predictor: Any,
     label: Any,
-    start: ClassSums | ValueSums,
+    start: ClassificationSums | RegressionSums,
     columns: Sequence[int],
     seeds: Sequence[int],
-) -> dict[Any, ClassSums | ValueSums]:
+) -> dict[Any, ClassificationSums | RegressionSums]:
     """Predicts the rows of a task, and returns their sums, unchanged and with each column
     exchanged.
 
@@ -44,7 +44,7 @@ def sum_permuted_predictions(
         columns: places of the columns.
         seeds: one of each repeat.
     """
-    found: dict[Any, ClassSums | ValueSums] = {
+    found: dict[Any, ClassificationSums | RegressionSums] = {
         key: deepcopy(start) for key in [None, *((one, seed) for one in columns for seed in seeds)]
     }
     for number, (block, rows) in enumerate(_join_batches(batches)):
@@ -76,12 +76,12 @@ def _join_batches(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[pa.Table,
 
 
 def column_importances(
-    found: Mapping[Any, ClassSums | ValueSums], names: Mapping[int, str], metric: str | None
+    found: Mapping[Any, ClassificationSums | RegressionSums], names: Mapping[int, str], metric: str | None
 ) -> dict[str, float]:
     """Returns how much worse the metric gets for each column, in descending order.
 
     Args:
-        found: sums of all tasks, as in `sum_permuted_predictions`.
+        found: sums of all tasks, as in `sum_permuted_evaluations`.
         names: names of the columns, by position.
         metric: metric of `ModelEvaluation`; default: `log_loss` or `mse`.
 

@@ -118,7 +118,7 @@ def describe_outputs(
     """
     lines: list[str] = []
     for index, name in enumerate(names):
-        words = [] if outputs is None else [_describe_elements(outputs[index])]
+        words = [] if outputs is None else [_output_type_text(outputs[index])]
         words += [form] if form is not None and len(names) == 1 else []
         lines.append(f"{name}: {', '.join(words)}" if words else name)
     if classes:
@@ -153,7 +153,7 @@ def describe_layers(layers: Sequence[LayerSummary]) -> list[str]:
     ]
 
 
-def _describe_elements(output: ModelOutput) -> str:
+def _output_type_text(output: ModelOutput) -> str:
     return output.kind if output.kind != "vector" else f"vector of {output.size}"
 
 

@@ -52,7 +52,7 @@ class OnnxMismatchError(ValueError):
     """The exported model predicts something else."""
 
 
-def require_exportable(
+def require_exportable_signature(
     model: FarandoleModel, outputs: Sequence[str], *, extras: str = "onnx", more: Sequence[str] = ()
 ) -> Any:
     """Returns the signature of a model, after the checks of an export that are possible in
@@ -114,15 +114,15 @@ def collect_check_rows(model: FarandoleModel, rows: DataFrame) -> pa.RecordBatch
     Raises:
         ValueError: there is no row, or the model does not take the columns.
     """
-    from farandole.spark.job.session import SparkCluster
+    from farandole.spark.job.session import SparkSessionAdapter
 
     model._check_feature_columns(rows)
     packed = (
         rename_columns_to_numbers(rows)
         .limit(_MAX_CHECKED_ROWS)
-        .mapInArrow(_pack_batches, "batch binary")
+        .mapInArrow(_serialize_batches, "batch binary")
     )
-    found = SparkCluster.from_active_session().collect_rows(
+    found = SparkSessionAdapter.from_active_session().collect_rows(
         packed, "farandole: rows to check a model with"
     )
     batches = [batch for row in found for batch in pa.ipc.open_stream(row.batch)]
@@ -131,7 +131,7 @@ def collect_check_rows(model: FarandoleModel, rows: DataFrame) -> pa.RecordBatch
     return pa.Table.from_batches(batches).combine_chunks().to_batches()[0]
 
 
-def _pack_batches(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def _serialize_batches(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Yields each batch as bytes, because Spark's own rows would make Python objects of vectors."""
     for batch in batches:
         sink = pa.BufferOutputStream()
@@ -163,10 +163,10 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
         for part in sorted(Path(folder).iterdir()):
             if part != made:
                 part.replace(target.parent / part.name)
-        durable.DurableFiles().sync_path(target.parent)
+        durable.DurableFileOperations().fsync_path(target.parent)
         old = _find_weight_files(target)
         made.replace(target)
-        durable.DurableFiles().sync_path(target.parent)
+        durable.DurableFileOperations().fsync_path(target.parent)
         for weights in old:
             try:
                 weights.unlink()
@@ -240,16 +240,16 @@ def check_onnx_predictions(
             given = {name: one for name, one in zip(names, part, strict=True) if name in taken}
             found = cast("list[Array]", session.run(None, given))
             for output, mine, its in zip(session.get_outputs(), predict(part), found, strict=True):
-                _compare_output(output.name, mine, its, tolerance)
+                _require_equal_onnx_output(output.name, mine, its, tolerance)
     except OnnxMismatchError:
         raise
     except Exception as error:
         raise ValueError(
-            f"ONNX Runtime cannot run the exported model: {root_cause_text(error)}"
+            f"ONNX Runtime cannot run the exported model: {first_error_lines(error)}"
         ) from error
 
 
-def root_cause_text(error: BaseException) -> str:
+def first_error_lines(error: BaseException) -> str:
     """Returns the first two lines of an error's message, or its class if it has none.
 
     The message is from the first error of the chain of causes: the later errors give only general
@@ -264,7 +264,7 @@ def root_cause_text(error: BaseException) -> str:
     return " ".join(lines[:2]) or type(error).__name__
 
 
-def _compare_output(name: str, mine: Array, its: Array, tolerance: float) -> None:
+def _require_equal_onnx_output(name: str, mine: Array, its: Array, tolerance: float) -> None:
     if mine.shape != its.shape:
         raise OnnxMismatchError(
             f"the ONNX model gives another shape for {name}: {list(its.shape)}, the model "

@@ -77,7 +77,7 @@ def outputs_as_dicts(found: list[ModelOutput] | None) -> list[dict[str, Any]] | 
     return None if found is None else [asdict(one) for one in found]
 
 
-def probe_outputs(
+def detect_model_outputs(
     dataset: DataFrame, labels: Sequence[str], probe: Callable[[Batches], Batches]
 ) -> list[ModelOutput]:
     """Predicts one row to find the outputs of a model.

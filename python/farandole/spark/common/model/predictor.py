@@ -183,7 +183,7 @@ class BatchPredictor(ABC):
         return [name for group in self.groups for name in group]
 
     @cached_property
-    def _user_transformation(self) -> UserTransformation | None:
+    def _unpickle_transformation(self) -> UserTransformation | None:
         import cloudpickle
 
         return None if self.transformation is None else cloudpickle.loads(self.transformation)
@@ -203,7 +203,7 @@ class BatchPredictor(ABC):
 
     def _transform_features(self, columns: dict[str, Array]) -> dict[str, Array]:
         """Returns the columns after the transformation, of one row at least."""
-        if self._user_transformation is None:
+        if self._unpickle_transformation is None:
             return columns
-        made = self._user_transformation.transform_features(columns, self._feature_names)
+        made = self._unpickle_transformation.transform_features(columns, self._feature_names)
         return {name: made[name] for name in self._feature_names}

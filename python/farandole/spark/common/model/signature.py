@@ -32,7 +32,7 @@ def format_batch_shape(shape: Sequence[int]) -> str:
     return f"({', '.join('rows' if size == -1 else str(size) for size in shape)})"
 
 
-def describe_mapping(inputs: Iterable[Any], outputs: Iterable[str]) -> str:
+def describe_column_mapping(inputs: Iterable[Any], outputs: Iterable[str]) -> str:
     """Describes for the user how columns become inputs of a model, and what it returns.
 
     Args:

@@ -63,7 +63,7 @@ def is_user_object(value: Any) -> bool:
         value: any.
     """
     return (
-        not is_python_code(value)
+        not is_python_defined(value)
         and is_user_defined(value)
         and _is_user_module(_module_name(value))
     )
@@ -79,7 +79,7 @@ def is_torch_module(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.nn.Module)
 
 
-def is_python_code(value: Any) -> bool:
+def is_python_defined(value: Any) -> bool:
     """Returns whether a value is a function or a class that Python code defines.
 
     Args:
@@ -115,7 +115,7 @@ def unwrap_user_function(value: Any) -> Any:
     Args:
         value: any.
     """
-    found = _wrapper_layers(value)
+    found = _decorator_layers(value)
     return None if found is None else found[-1]
 
 
@@ -130,7 +130,7 @@ def describe_wrapper(value: Any, go: Callable[[Any], Any]) -> list[Any] | None:
     Returns:
         The description; `None` for any other value.
     """
-    found = _wrapper_layers(value)
+    found = _decorator_layers(value)
     if found is None:
         return None
     return [
@@ -140,7 +140,7 @@ def describe_wrapper(value: Any, go: Callable[[Any], Any]) -> list[Any] | None:
     ]
 
 
-def _wrapper_layers(value: Any) -> list[Any] | None:
+def _decorator_layers(value: Any) -> list[Any] | None:
     """Decorators that are not the user's, from the outermost on, and the values in them."""
     found = [value]
     while (

@@ -30,7 +30,7 @@ from farandole.spark.common.runs.code_digests import (
     describe_function,
     describe_wrapper,
     is_array,
-    is_python_code,
+    is_python_defined,
     is_torch_module,
     is_user_defined,
     is_user_object,
@@ -192,10 +192,10 @@ class _ValueDescriber:
         first = self._describe_value(value, 0, (), named=False)
         return [
             first,
-            [self._describe_body(one) for one in self._code],
+            [self._describe_definition(one) for one in self._code],
         ]  # which finds more on the way
 
-    def _describe_body(self, value: Any) -> Any:
+    def _describe_definition(self, value: Any) -> Any:
         if isinstance(value, types.FunctionType):
             return describe_function(
                 value, functools.partial(self._describe_value, depth=1, above=(), named=False)
@@ -216,14 +216,14 @@ class _ValueDescriber:
         if value is None or isinstance(value, bool | int | float | str):
             return value
         tell = next((tell for kinds, tell in _BUILTIN_DESCRIBERS if isinstance(value, kinds)), None)
-        if tell is None and _is_described_once(value):
+        if tell is None and _is_described_by_reference(value):
             return self._describe_reference(value)
         if depth > _MAX_DEPTH or id(value) in above:
             return ["deep", class_name(value)]
         go = functools.partial(
             self._describe_value, depth=depth + 1, above=(*above, id(value)), named=named
         )
-        return _describe_other(value, go, named=named) if tell is None else tell(value, go)
+        return _describe_without_builtin_rule(value, go, named=named) if tell is None else tell(value, go)
 
     def _describe_reference(self, value: Any) -> list[Any]:
         if id(value) not in self._numbers:
@@ -232,20 +232,20 @@ class _ValueDescriber:
         return ["code", self._numbers[id(value)]]
 
 
-def _is_described_once(value: Any) -> bool:
+def _is_described_by_reference(value: Any) -> bool:
     return (
         is_user_defined(value)
-        if is_python_code(value)
+        if is_python_defined(value)
         else is_user_object(value) and not is_torch_module(value)
     )
 
 
-def _describe_other(value: Any, go: Any, *, named: bool) -> Any:
+def _describe_without_builtin_rule(value: Any, go: Any, *, named: bool) -> Any:
     """Returns a value that has no entry in `_BUILTIN_DESCRIBERS`, at each of its occurrences."""
     wrapper = describe_wrapper(value, go)
     if wrapper is not None:
         return wrapper
-    if is_python_code(value) or inspect.isroutine(value) or inspect.ismodule(value):
+    if is_python_defined(value) or inspect.isroutine(value) or inspect.ismodule(value):
         # torch and NumPy have a name `dtype`, as arrays
         return ["named", local_name(value) or value.__name__]
     return _describe_object(value, go, named=named)
@@ -259,23 +259,23 @@ def _describe_mapping(value: dict[Any, Any], go: Any) -> Any:
                 _MAX_ELEMENTS, ((_sort_key(key), one) for key, one in value.items()), key=_pair_name
             )
         ],
-        **_length_if_cut(value),
+        **_length_if_truncated(value),
     }
 
 
 def _describe_set(value: set[Any], go: Any) -> Any:
     return {
         "set": [go(one) for one in heapq.nsmallest(_MAX_ELEMENTS, value, key=_sort_key)],
-        **_length_if_cut(value),
+        **_length_if_truncated(value),
     }
 
 
 def _describe_list(value: list[Any] | tuple[Any, ...], go: Any) -> Any:
     told = [go(one) for one in value[:_MAX_ELEMENTS]]
-    return {"list": told, **_length_if_cut(value)} if len(value) > _MAX_ELEMENTS else told
+    return {"list": told, **_length_if_truncated(value)} if len(value) > _MAX_ELEMENTS else told
 
 
-def _length_if_cut(value: Any) -> dict[str, int]:
+def _length_if_truncated(value: Any) -> dict[str, int]:
     """Returns the length of a collection that is too long for a complete description."""
     return {"length": len(value)} if len(value) > _MAX_ELEMENTS else {}
 

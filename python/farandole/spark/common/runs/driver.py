@@ -107,7 +107,7 @@ def begin_run(
     if remote.run_path is None:
         return
     run, name = Store(remote.run_path), remote.checkpoint_filename
-    if any(run.exists(one) for one in durable.content_names(name)):
+    if any(run.exists(one) for one in durable.checkpoint_and_previous_names(name)):
         try:
             before = _read_fingerprint(run)
         except DamagedFileError as error:

@@ -176,7 +176,7 @@ class Fingerprint:
         )
         return mine != theirs
 
-    def with_totals(self, totals: Mapping[str, str], processes: int) -> Self:
+    def with_process_independent_totals(self, totals: Mapping[str, str], processes: int) -> Self:
         """Returns a fingerprint with which a run continues if the totals of some parts are the
         same, whatever the number of processes.
 
@@ -222,7 +222,7 @@ class Fingerprint:
             DamagedFileError: the text is not what `to_json` returned.
         """
         whole = small_files.parse_json(text, place)
-        with small_files.name_damage(place):
+        with small_files.raise_as_damaged_file(place):
             if whole["version"] != _DIGEST_VERSION:
                 return None
             return cls(

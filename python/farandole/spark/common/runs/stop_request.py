@@ -84,7 +84,7 @@ class StopRequest:
         self._store.write(STOP_FILE, self._token.encode())
         self.asked, self._asked_at = True, self._clock()
 
-    def end_at_once(self) -> bool:
+    def end_unless_double_click(self) -> bool:
         """Ends the fit at once, unless it has just been asked to end in order, by the first click
         of a double click.
 

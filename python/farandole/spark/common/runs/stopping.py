@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from farandole.runner.show.history import entry_scores, flatten_entry
+from farandole.runner.show.history import entry_scores, flatten_history_entry
 
 if TYPE_CHECKING:
     from farandole.runner.show.history import Entry
@@ -66,7 +66,7 @@ class Monitor:
         Raises:
             ValueError: the history has no such number; the message names those it has.
         """
-        row = flatten_entry(entry)
+        row = flatten_history_entry(entry)
         name = self.monitor or ("val_loss" if "val_loss" in row else "loss")
         if name not in row:
             known = ", ".join(entry_scores(entry))

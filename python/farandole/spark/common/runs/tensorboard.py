@@ -21,7 +21,7 @@ import time
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from farandole.runner.show.event_file import FILE_VERSION, encode_event
+from farandole.runner.show.event_file import FILE_VERSION, encode_tensorboard_event
 from farandole.spark.common.runs.tracking import Tracker
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class _TensorboardEventFile:
             summary: TensorBoard's message.
             step: Its place on the axis of steps.
         """
-        event = encode_event(time.time(), step, summary=summary.SerializeToString())
+        event = encode_tensorboard_event(time.time(), step, summary=summary.SerializeToString())
         with self._lock:
             self._new_events.write(event)
             self._changed = True
@@ -229,7 +229,7 @@ class _TensorboardEventFile:
         what = "read"
         try:
             if self._old_content is None:
-                self._old_content = self._store.read(self._name) or encode_event(
+                self._old_content = self._store.read(self._name) or encode_tensorboard_event(
                     time.time(), 0, version=FILE_VERSION
                 )
             what = "written"

@@ -43,15 +43,15 @@ def create_trackers(
             data["validation"] = TrackedDataset(
                 prepared.val_url, prepared.val_rows, digests[VALIDATION]
             )
-        trackers.append(MlflowTracker(job.run_id, plain_parameters(estimator), data))
+        trackers.append(MlflowTracker(job.run_id, loggable_parameters(estimator), data))
     if estimator.getWandb():
-        trackers.append(WandbTracker(job.run_id, plain_parameters(estimator)))
+        trackers.append(WandbTracker(job.run_id, loggable_parameters(estimator)))
     if estimator.getTensorboard():
-        trackers.append(TensorboardTracker(job.store, plain_parameters(estimator)))
+        trackers.append(TensorboardTracker(job.store, loggable_parameters(estimator)))
     return TrackerGroup(trackers)
 
 
-def plain_parameters(estimator: EstimatorParams) -> dict[str, Any]:
+def loggable_parameters(estimator: EstimatorParams) -> dict[str, Any]:
     """Returns the parameters of an estimator whose values are numbers, words, or lists of them.
 
     Args:

@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from farandole.runner.show.history import flatten_entry
+from farandole.runner.show.history import flatten_history_entry
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -177,7 +177,7 @@ class _ServiceTracker(Tracker):
     def log_report(self, record: dict[str, Any]) -> None:
         """Like `Tracker.log_report`."""
         if record.get("kind") == "epoch":
-            row = flatten_entry(record["entry"])
+            row = flatten_history_entry(record["entry"])
             epoch = int(row.pop("epoch"))
             self._log_epoch(epoch, {name: float(value) for name, value in row.items()})
 

@@ -20,8 +20,8 @@ from pyspark.ml.util import DefaultParamsReader, MLReadable, MLReader, MLWritabl
 from farandole.spark.common.model.outputs import outputs_as_dicts
 from farandole.spark.common.saving import store_backend
 from farandole.spark.common.saving.save_directory import SaveDirectory
-from farandole.stores.pickle_policy import ALLOW_PICKLE_PARAMETER, check_load_allowed
-from farandole.stores.small_files import name_damage
+from farandole.stores.pickle_policy import ALLOW_PICKLE_PARAMETER, require_unpickling_allowed
+from farandole.stores.small_files import raise_as_damaged_file
 
 if TYPE_CHECKING:
     from pyspark.ml.param import Params
@@ -88,7 +88,7 @@ class ParamsWriter(MLWriter):
                 if param.name != ALLOW_PICKLE_PARAMETER
             },
         }
-        SaveDirectory(path, session).write_save(metadata, parts, overwrite=self.shouldOverwrite)
+        SaveDirectory(path, session).write_object_version(metadata, parts, overwrite=self.shouldOverwrite)
 
 
 class ParamsReader(MLReader[T]):
@@ -123,7 +123,7 @@ class ParamsReader(MLReader[T]):
         Raises:
             PickleNotAllowedError: it is not allowed.
         """
-        check_load_allowed(path, self.allowed, instead)
+        require_unpickling_allowed(path, self.allowed, instead)
         _log.warning(
             "loading from %s runs the code pickled in it: load only what you trust%s", path, instead
         )
@@ -147,7 +147,7 @@ class ParamsReader(MLReader[T]):
         saved = SaveDirectory(path, self.sparkSession)
         metadata = saved.read_metadata(f"{self.kind.__module__}.{self.kind.__name__}")
         loaded: Any = self.kind()
-        with name_damage(f"{path}/metadata"):
+        with raise_as_damaged_file(f"{path}/metadata"):
             loaded._resetUid(str(metadata["uid"]))
             known, defaults = (
                 {

@@ -51,7 +51,7 @@ from farandole.stores import durable
 from farandole.stores.small_files import (
     MAX_TABLE_FILE_BYTES,
     DamagedFileError,
-    name_damage,
+    raise_as_damaged_file,
     parse_json,
     read_small_file,
 )
@@ -106,13 +106,13 @@ class SaveDirectory:
 
     def __init__(self, path: str, session: SparkSession) -> None:
         self._path = path.rstrip("/")
-        self._files: _StoreFiles | _SparkFiles = (
-            _SparkFiles(self._path, session)
+        self._files: _StoreSaveFiles | _SparkSaveFiles = (
+            _SparkSaveFiles(self._path, session)
             if _spark_has_scheme(path, session)
-            else _StoreFiles(native.Store(self._path))
+            else _StoreSaveFiles(native.Store(self._path))
         )
 
-    def write_save(
+    def write_object_version(
         self, metadata: dict[str, Any], parts: dict[str, bytes], *, overwrite: bool
     ) -> None:
         """Writes the object; one that was there before can be read until the new one can.
@@ -130,7 +130,7 @@ class SaveDirectory:
             raise FileExistsError(
                 f"the path already exists; write().overwrite() replaces it: {self._path}"
             )
-        before = _parse_saves(self._files.metadata_lines())
+        before = _parse_save_metadata(self._files.metadata_lines())
         old = self._files.deletable_names() if overwrite else []
         foreign = [name for name in old or () if _OWN_NAME_PATTERN.match(name) is None]
         if foreign and not before:
@@ -188,7 +188,7 @@ class SaveDirectory:
             ValueError: a newer version of Farandole saved it.
         """
         lines = self._files.metadata_lines()
-        saves = _parse_saves(lines)
+        saves = _parse_save_metadata(lines)
         if not saves and lines:
             raise DamagedFileError(f"damaged: {self._path}/metadata: no line describes a save")
         if not saves:
@@ -225,7 +225,7 @@ class SaveDirectory:
         return {part: b"".join(data for _, data in sorted(whole.pop(part))) for part in list(whole)}
 
 
-class _StoreFiles:
+class _StoreSaveFiles:
     """The reader and writer of the directory through the native store, whose files appear as a
     whole; names are relative to the directory.
     """
@@ -257,7 +257,7 @@ class _StoreFiles:
         texts = []
         for name in names:
             data = read_small_file(self._store, name, MAX_TABLE_FILE_BYTES) or b""
-            with name_damage(f"{self._store.url}/{name}"):
+            with raise_as_damaged_file(f"{self._store.url}/{name}"):
                 texts.append(data.decode())
         return [line for text in texts for line in text.splitlines()]
 
@@ -278,8 +278,8 @@ class _StoreFiles:
         self._store.delete(name)
 
 
-class _SparkFiles:
-    """Like `_StoreFiles` through Spark, whose committed files appear as a whole."""
+class _SparkSaveFiles:
+    """Like `_StoreSaveFiles` through Spark, whose committed files appear as a whole."""
 
     def __init__(self, path: str, session: SparkSession) -> None:
         self._path = path
@@ -302,7 +302,7 @@ class _SparkFiles:
         return any(files.exists(path(f"{self._path}/{name}")) for name in ("metadata", "data"))
 
     def deletable_names(self) -> list[str] | None:
-        """Like `_StoreFiles.deletable_names`; `None` if nothing can be deleted."""
+        """Like `_StoreSaveFiles.deletable_names`; `None` if nothing can be deleted."""
         if self._hadoop is None:
             return None
         files, path = self._hadoop
@@ -318,7 +318,7 @@ class _SparkFiles:
             name
             for directory in ("metadata", "data")
             for name in names_below(directory)
-            if _is_visible(name)
+            if _is_not_hidden_file(name)
         ]
         return inner + [name for name in names_below("") if name not in ("metadata", "data")]
 
@@ -383,7 +383,7 @@ def _read_parquet_rows(store: native.Store, directory: str) -> Iterator[_Row]:
     found = [
         (name, size)
         for name, size in store.list()
-        if name.rpartition("/")[0] == directory and name.endswith(".parquet") and _is_visible(name)
+        if name.rpartition("/")[0] == directory and name.endswith(".parquet") and _is_not_hidden_file(name)
     ]
     if not found:
         return
@@ -433,21 +433,21 @@ def _cell_bytes(row: reader.Batch, name: str) -> bytes:
     return bytes(values[first:last])
 
 
-def _is_visible(name: str) -> bool:
+def _is_not_hidden_file(name: str) -> bool:
     """Returns whether a file counts: Spark's marks and checksums go with their files."""
     return not name.rpartition("/")[2].startswith(("_", "."))
 
 
-def _parse_saves(lines: Iterable[str]) -> list[dict[str, Any]]:
+def _parse_save_metadata(lines: Iterable[str]) -> list[dict[str, Any]]:
     """Returns the objects of Spark ML among the lines; half a line is none."""
     found = []
     for line in lines:
         with contextlib.suppress(DamagedFileError):
             found.append(parse_json(line, "metadata"))
-    return [one for one in found if _is_save(one)]
+    return [one for one in found if _is_save_metadata(one)]
 
 
-def _is_save(metadata: Any) -> bool:
+def _is_save_metadata(metadata: Any) -> bool:
     """Returns whether JSON has the form of the metadata of a save."""
     if not isinstance(metadata, dict):
         return False

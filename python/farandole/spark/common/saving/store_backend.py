@@ -82,7 +82,7 @@ def describe_store_and_backend(values: dict[str, Any]) -> dict[str, Any]:
         value = values.get(name)
         if value is None:
             continue
-        if not _is_farandole_class(name, value):
+        if not _is_exact_farandole_class(name, value):
             _log.warning(
                 "the %s is a %s, which is not saved: set one after loading",
                 name,
@@ -110,7 +110,7 @@ def restore_store_and_backend(loaded: Any, saved: Any, path: str) -> None:
             continue
         try:
             kind = getattr(importlib.import_module(known[entry["class"]]), entry["class"])
-            arguments = _check_arguments(name, entry["arguments"])
+            arguments = _require_known_arguments(name, entry["arguments"])
             loaded.setParams(**{name: kind(**arguments)})
         except (ValueError, TypeError, KeyError, OSError, ImportError) as error:
             _log.warning(
@@ -128,7 +128,7 @@ def restore_store_and_backend(loaded: Any, saved: Any, path: str) -> None:
             )
 
 
-def _check_arguments(name: str, arguments: Any) -> dict[str, Any]:
+def _require_known_arguments(name: str, arguments: Any) -> dict[str, Any]:
     """Returns the arguments of a saved file, if all of them are expected.
 
     Args:
@@ -150,7 +150,7 @@ def _check_arguments(name: str, arguments: Any) -> dict[str, Any]:
     return arguments
 
 
-def _is_farandole_class(name: str, value: Any) -> bool:
+def _is_exact_farandole_class(name: str, value: Any) -> bool:
     """Returns whether a value is of a class of ours, and not of one derived from it, whose
     arguments are unknown.
     """

@@ -107,22 +107,22 @@ def _render_panel(
     low, high = (min(values), max(values)) if values else (0.0, 1.0)
     if high == low:
         low, high = low - 0.5, high + 0.5
-    places = [*(point[0] for point in points), *(point_text for point_text, _ in steps)]
+    places = [*(point[0] for point in points), *(svg_point for svg_point, _ in steps)]
     first, end = min(places), max(places)
     last = max(end, first + 1)
 
-    def point_text(epoch: float, value: float) -> str:
+    def svg_point(epoch: float, value: float) -> str:
         x = offset + _LEFT + (epoch - first) / (last - first) * (_WIDTH - _LEFT - _RIGHT)
         y = _TOP + (high - value) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
         return f"{x:.1f},{y:.1f}"
 
     lines = (
-        [_render_line([point_text(*point) for point in steps], _STEP_LINE_COLOR)] if steps else []
+        [_render_line([svg_point(*point) for point in steps], _STEP_LINE_COLOR)] if steps else []
     )
     lines += [
         _render_line(
             [
-                point_text(point[0], point[which])
+                svg_point(point[0], point[which])
                 for point in points
                 if point[which] is not None and math.isfinite(point[which])
             ],

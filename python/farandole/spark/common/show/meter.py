@@ -41,7 +41,7 @@ class StepMeter:
         on: Whether the means are requested; default: whether this worker's driver shows them.
         say: Receives the measured values.
         clock: In seconds.
-        sees_data: Whether `begin_batch` is called after the rows of a step are read, instead of
+        sees_data: Whether `mark_rows_read` is called after the rows of a step are read, instead of
             before.
     """
 
@@ -66,7 +66,7 @@ class StepMeter:
         self._reset_sums()
 
     @property
-    def measures_reductions(self) -> bool:
+    def needs_reduction_timing(self) -> bool:
         """Whether reductions must be measured apart from steps of the optimizer."""
         return self.on or self.traced
 
@@ -82,7 +82,7 @@ class StepMeter:
         self.traced = timeline.has_timeline()
         self._open_step_span()
 
-    def begin_batch(self) -> None:
+    def mark_rows_read(self) -> None:
         """Notes that the rows of a step are read."""
         if not self._sees_data:
             return
@@ -143,7 +143,7 @@ class StepMeter:
         if now - self._last_report >= _REPORT_INTERVAL_SECONDS:
             self._report_means()
 
-    def finish_report(self) -> None:
+    def report_remaining_means(self) -> None:
         """Reports the values measured since the last report; no step is in progress."""
         self._close_step_span()
         self._report_means()

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from farandole.runner.show.history import entry_scores
 
 if TYPE_CHECKING:
-    from farandole.runner.show.run_reporter import RunReporter
+    from farandole.runner.show.run_reporter import RunReportReceiver
     from farandole.spark.common.runs.stop_request import StopRequest
 
 _LINE_INTERVAL_SECONDS = 10.0
@@ -68,7 +68,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
     def show_epoch(self, report: dict[str, Any]) -> None:
         """Shows a complete epoch."""
 
-    def rank_reporter(self) -> RunReporter | None:
+    def rank_reporter(self) -> RunReportReceiver | None:
         """Returns the receiver of the state of the ranks; `None` if nothing shows the state."""
 
     def offer_stop(self, stop: StopRequest) -> AbstractContextManager[StopRequest | None]:

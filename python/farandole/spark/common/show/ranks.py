@@ -13,7 +13,7 @@ import statistics
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
-from farandole.runner.show.run_reporter import RunReporter
+from farandole.runner.show.run_reporter import RunReportReceiver
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,7 @@ _MAX_CELL_CHARACTERS: Final = 64
 _CELL_STYLE: Final = "padding:1px 10px 1px 0;text-align:left"
 
 
-class RankTable(RunReporter):
+class RankTable(RunReportReceiver):
     """The table of the ranks of a run.
 
     Args:
@@ -42,7 +42,7 @@ class RankTable(RunReporter):
         self._ranks: list[dict[str, Any]] = []
 
     def put_row(self, run: str, key: str, body: Mapping[str, Any], *, logged: bool = True) -> None:
-        """Like `RunReporter.put_row`."""
+        """Like `RunReportReceiver.put_row`."""
         del run, logged
         if key == "ranks":
             self._ranks = list(body["ranks"])
@@ -62,7 +62,7 @@ def render_rank_table(ranks: Sequence[Mapping[str, Any]]) -> str:
     """
     if not ranks:
         return ""
-    measured = [own for one in ranks if (own := _own_step_seconds(one)) is not None]
+    measured = [own for one in ranks if (own := _step_seconds_without_waits(one)) is not None]
     usual = statistics.median_low(measured) if len(measured) > 1 else None
     found = [(rank_state(one, usual), one) for one in ranks]
     found.sort(key=lambda pair: (_STATE_ORDER.index(pair[0]), pair[1]["rank"]))
@@ -123,7 +123,7 @@ def rank_state(rank: Mapping[str, Any], usual: float | None) -> str:
         return str(state)
     if not _is_number(rank.get("step_seconds")):
         return "starting"
-    own = _own_step_seconds(rank)
+    own = _step_seconds_without_waits(rank)
     return (
         "slow"
         if usual is not None and own is not None and own > _STRAGGLER_FACTOR * usual
@@ -131,7 +131,7 @@ def rank_state(rank: Mapping[str, Any], usual: float | None) -> str:
     )
 
 
-def _own_step_seconds(rank: Mapping[str, Any]) -> float | None:
+def _step_seconds_without_waits(rank: Mapping[str, Any]) -> float | None:
     """Returns the seconds of a step without its wait for the others; `None` if the rank does not
     measure it.
     """

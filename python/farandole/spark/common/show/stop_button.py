@@ -81,7 +81,7 @@ class StopEndpoint:
 
     def __init__(self, stop: StopRequest) -> None:
         self.path = f"/{secrets.token_hex(16)}/"
-        actions = {f"{self.path}stop": stop.request_stop, f"{self.path}end": stop.end_at_once}
+        actions = {f"{self.path}stop": stop.request_stop, f"{self.path}end": stop.end_unless_double_click}
         self._server = _StopServer(("127.0.0.1", 0), _create_handler(actions))
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True)
@@ -254,14 +254,14 @@ def _show_widget_button(stop: StopRequest) -> Callable[[], None] | None:
     from IPython.display import display  # pyright: ignore[reportMissingImports]
 
     shown: Any = ipywidgets.Button(description=STOP_LABEL if stop.in_order else END_AT_ONCE_LABEL)
-    if not _intercept_clicks(shown, stop):
+    if not _handle_clicks_immediately(shown, stop):
         shown.close()
         return None
     display(shown)
     return shown.close
 
 
-def _intercept_clicks(shown: Any, stop: StopRequest) -> bool:
+def _handle_clicks_immediately(shown: Any, stop: StopRequest) -> bool:
     """Handles clicks when they arrive; IPython would handle them after the cell, which is too late.
 
     ipykernel asks the widget's channel which thread must handle a message. ipykernel asks on the
@@ -273,7 +273,7 @@ def _intercept_clicks(shown: Any, stop: StopRequest) -> bool:
 
     def handle_click() -> None:
         if stop.asked or not stop.in_order:
-            shown.disabled = stop.end_at_once()
+            shown.disabled = stop.end_unless_double_click()
             return
         try:
             stop.request_stop()
@@ -282,11 +282,11 @@ def _intercept_clicks(shown: Any, stop: StopRequest) -> bool:
         else:
             shown.description = END_AT_ONCE_LABEL
 
-    def choose_thread(data: Any, default: Any) -> Any:
+    def route_click_message(data: Any, default: Any) -> Any:
         if isinstance(data, dict) and data.get("content") == {"event": "click"}:
             # others' messages do not wait for the store
             threading.Thread(target=handle_click, daemon=True).start()
         return route(data, default)
 
-    shown.comm._reply_subshell_for = choose_thread  # noqa: SLF001 - there is no public API
+    shown.comm._reply_subshell_for = route_click_message  # noqa: SLF001 - there is no public API
     return True

@@ -43,11 +43,11 @@ def custom_objects(model: Any, given: Mapping[str, Any], *more: Any) -> dict[str
         *more: losses, metrics and optimizers, in any structure.
     """
     compiled = getattr(model, "_compile_config", None)
-    found = _find_objects(*model._flatten_layers(), *more, getattr(compiled, "config", None))  # noqa: SLF001 - no public door
+    found = _find_user_objects(*model._flatten_layers(), *more, getattr(compiled, "config", None))  # noqa: SLF001 - no public door
     return {**found, **given}
 
 
-def training_objects(model: Any, compiled: Mapping[str, Any], *more: Any) -> dict[str, Any]:
+def training_user_objects(model: Any, compiled: Mapping[str, Any], *more: Any) -> dict[str, Any]:
     """Returns the user's objects that influence the training, by name: all except the metrics.
 
     Args:
@@ -55,12 +55,12 @@ def training_objects(model: Any, compiled: Mapping[str, Any], *more: Any) -> dic
         compiled: the arguments that it was compiled with.
         *more: losses and optimizers, in any structure.
     """
-    metrics = _find_objects(compiled.get("metrics"), compiled.get("weighted_metrics"))
-    found = _find_objects(*model._flatten_layers(), *more)  # noqa: SLF001 - as above
+    metrics = _find_user_objects(compiled.get("metrics"), compiled.get("weighted_metrics"))
+    found = _find_user_objects(*model._flatten_layers(), *more)  # noqa: SLF001 - as above
     return {name: one for name, one in found.items() if name not in metrics}
 
 
-def pickle_objects(value: Any) -> bytes:
+def pickle_user_objects(value: Any) -> bytes:
     """Pickles the user's objects, losses with all they hold: as Keras saves them, `Huber` loses its
     delta.
 
@@ -68,18 +68,18 @@ def pickle_objects(value: Any) -> bytes:
         value: anything.
     """
     file = io.BytesIO()
-    _KerasPickler(file).dump(value)
+    _FullLossPickler(file).dump(value)
     return file.getvalue()
 
 
-class _KerasPickler(pickling.Pickler):
+class _FullLossPickler(pickling.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, keras.losses.Loss):
             return copyreg.__newobj__, (type(obj),), vars(obj)  # pyright: ignore[reportAttributeAccessIssue]
         return super().reducer_override(obj)
 
 
-def copy_callbacks(callbacks: list[Any]) -> list[Any]:
+def copy_callbacks_without_model(callbacks: list[Any]) -> list[Any]:
     """Copies of callbacks without the model of an earlier fit, which must not travel along.
 
     Args:
@@ -93,15 +93,15 @@ def copy_callbacks(callbacks: list[Any]) -> list[Any]:
     return copies
 
 
-def _find_objects(*values: Any) -> dict[str, Any]:
+def _find_user_objects(*values: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     seen: set[int] = set()
     for one in values:
-        _collect_objects(one, found, seen, 0)
+        _collect_user_objects(one, found, seen, 0)
     return found
 
 
-def _collect_objects(value: Any, found: dict[str, Any], seen: set[int], depth: int) -> None:
+def _collect_user_objects(value: Any, found: dict[str, Any], seen: set[int], depth: int) -> None:
     if (
         depth > _MAX_SEARCH_DEPTH
         or id(value) in seen
@@ -111,17 +111,17 @@ def _collect_objects(value: Any, found: dict[str, Any], seen: set[int], depth: i
     seen.add(id(value))
     if isinstance(value, dict):
         for one in list(value.values()):
-            _collect_objects(one, found, seen, depth + 1)
+            _collect_user_objects(one, found, seen, depth + 1)
     elif isinstance(value, list | tuple | set):
         for one in list(value):
-            _collect_objects(one, found, seen, depth + 1)
+            _collect_user_objects(one, found, seen, depth + 1)
     elif inspect.isclass(value) or inspect.isfunction(value):
-        _record_object(value, found)
+        _record_user_object(value, found)
     elif _has_keras_config(value):
-        _record_object(type(value), found)
+        _record_user_object(type(value), found)
         for name, one in list(vars(value).items()):
             if not _is_wrapped_method(value, name, one):
-                _collect_objects(one, found, seen, depth + 1)
+                _collect_user_objects(one, found, seen, depth + 1)
 
 
 def _is_wrapped_method(value: Any, name: str, one: Any) -> bool:
@@ -138,7 +138,7 @@ def _has_keras_config(value: Any) -> bool:
     return hasattr(value, "get_config") and hasattr(value, "__dict__")
 
 
-def _record_object(value: Any, found: dict[str, Any]) -> None:
+def _record_user_object(value: Any, found: dict[str, Any]) -> None:
     module = (getattr(value, "__module__", None) or "").partition(".")[0]
     name = getattr(value, "__name__", "<lambda>")
     if module not in _LIBRARY_PACKAGES and not name.startswith("<"):

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from farandole.common import pickling, scratch
-from farandole.spark.common.model.onnx import root_cause_text
-from farandole.spark.keras.arrays import flat_outputs, model_argument, output_keys
+from farandole.spark.common.model.onnx import first_error_lines
+from farandole.spark.keras.arrays import flat_outputs, arrange_model_argument, output_keys
 from farandole.spark.keras.saving import payload
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def main(folder: str) -> int:
         _write_onnx_on_torch_backend(place, json.loads((place / "told").read_text()))
     except Exception as error:  # noqa: BLE001 - whatever it is, the driver says it
         (place / "error").write_text(
-            str(error) if isinstance(error, ValueError) else root_cause_text(error)
+            str(error) if isinstance(error, ValueError) else first_error_lines(error)
         )
         return 1
     return 0
@@ -152,7 +152,7 @@ def _write_onnx_on_torch_backend(place: Path, told: Mapping[str, Any]) -> None:
         )
     except Exception as error:
         raise ValueError(
-            f"{told['name']} does not load on Keras's torch backend: {root_cause_text(error)}"
+            f"{told['name']} does not load on Keras's torch backend: {first_error_lines(error)}"
         ) from error
 
     class TracedKerasModel(torch.nn.Module):
@@ -163,7 +163,7 @@ def _write_onnx_on_torch_backend(place: Path, told: Mapping[str, Any]) -> None:
             self.model = model
 
         def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            value = self.model(model_argument(inputs, told["keys"]), training=False)
+            value = self.model(arrange_model_argument(inputs, told["keys"]), training=False)
             found = flat_outputs(value, output_keys(value, told["labels"]), len(told["labels"]))
             return tuple(
                 one.float() if one.dtype in (torch.float16, torch.bfloat16) else one

@@ -27,7 +27,7 @@ _METADATA_FILE = "metadata.json"
 _NOTE_KEY = "farandole"
 
 
-class _ImportedTensorFlow:
+class _TensorFlowStandIn:
     """A stand-in for Keras's lazy TensorFlow module, available only after another import of it.
 
     On every backend, Keras imports TensorFlow to ask whether a saved object has a TensorFlow type.
@@ -49,7 +49,7 @@ class _ImportedTensorFlow:
 
 # of the type: to ask it would import
 if hasattr(type(getattr(serialization_lib, "tf", None)), "available"):
-    serialization_lib.tf = _ImportedTensorFlow(serialization_lib.tf)  # pyright: ignore[reportAttributeAccessIssue]
+    serialization_lib.tf = _TensorFlowStandIn(serialization_lib.tf)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def pack_model(model: Any) -> bytes:
@@ -121,7 +121,7 @@ def add_note(data: bytes, note: Mapping[str, Any]) -> bytes:
     return out.getvalue()
 
 
-def read_note(data: bytes) -> dict[str, Any]:
+def read_metadata_note(data: bytes) -> dict[str, Any]:
     """Returns the note that `add_note` put into a file; empty if there is none.
 
     Args:

@@ -27,7 +27,7 @@ from farandole.spark.common.saving.persistence import (
     split_plain_json,
 )
 from farandole.spark.keras.saving import payload
-from farandole.spark.keras.saving.objects import copy_callbacks, custom_objects, pickle_objects
+from farandole.spark.keras.saving.objects import copy_callbacks_without_model, custom_objects, pickle_user_objects
 from farandole.stores.pickle_policy import PickleNotAllowedError
 
 if TYPE_CHECKING:
@@ -140,11 +140,11 @@ class KerasEstimatorParamsWriter(ParamsWriter):
             )
         for name in ("callbacks", "checkpoint_callback"):
             if name in rest:
-                copies = copy_callbacks(
+                copies = copy_callbacks_without_model(
                     rest[name] if isinstance(rest[name], list) else [rest[name]]
                 )
                 rest[name] = copies if isinstance(rest[name], list) else copies[0]
-        return plain, {**parts, "objects": pickle_objects(rest)}
+        return plain, {**parts, "objects": pickle_user_objects(rest)}
 
 
 class KerasEstimatorParamsReader(ParamsReader["KerasEstimator"]):

@@ -16,7 +16,7 @@ import keras
 
 from farandole.spark.common.data.source import EpochPosition
 from farandole.spark.common.runs.elastic_run import COMMIT_INTERVAL_STEPS, ElasticRun
-from farandole.spark.keras.training.scores import assign_metrics, sum_metrics
+from farandole.spark.keras.training.scores import assign_summed_metrics, sum_metrics_over_processes
 from farandole.stores import durable
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class CommitCallback(keras.callbacks.Callback):
         reached = self._elastic_run.reached
         self._epoch, self._committed = epoch, reached.place.steps
         if reached.metrics is not None and epoch == reached.epoch:
-            assign_metrics(self.model, reached.metrics, once=True)
+            assign_summed_metrics(self.model, reached.metrics, once=True)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Commits where it is time; not after the last step, whose epoch is not over before its
@@ -94,7 +94,7 @@ class CommitCallback(keras.callbacks.Callback):
         ):
             return
         self._committed = steps
-        metrics = sum_metrics(self.model, "commit", counts=True)
+        metrics = sum_metrics_over_processes(self.model, "commit", counts=True)
         self._elastic_run.commit_progress(
             epoch=self._epoch,
             place=self._feed.position_after_steps(self._epoch, steps),
@@ -106,9 +106,9 @@ class CommitCallback(keras.callbacks.Callback):
         del logs
         kept = self._publisher.kept
         best = (
-            kept.path.read_bytes() if kept is not None and durable.is_present(kept.path) else None
+            kept.path.read_bytes() if kept is not None and durable.is_path_present(kept.path) else None
         )
-        note = copy.deepcopy(self._publisher.checkpoint_history_note())
+        note = copy.deepcopy(self._publisher.create_history_note())
         model: Any = self.model
         stopped = bool(model.stop_training)
         self._elastic_run.commit_progress(
@@ -156,7 +156,7 @@ class PartialFitCallbackList(keras.callbacks.CallbackList):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Calls the callbacks that have not been called for the begin of the training."""
-        with self._only(self._user_callbacks.callbacks_to_call(self.callbacks, "begin")):
+        with self._only(self._user_callbacks.uncalled_callbacks(self.callbacks, "begin")):
             super().on_train_begin(logs)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
@@ -169,7 +169,7 @@ class PartialFitCallbackList(keras.callbacks.CallbackList):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Calls the callbacks that have not been called for the begin of this epoch."""
         self._epoch = epoch
-        with self._only(self._user_callbacks.callbacks_to_call(self.callbacks, f"epoch {epoch}")):
+        with self._only(self._user_callbacks.uncalled_callbacks(self.callbacks, f"epoch {epoch}")):
             super().on_epoch_begin(epoch, logs)
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -192,7 +192,7 @@ class OncePerMomentCallbacks:
         self._callbacks = list(callbacks)
         self._called_moments: set[tuple[int, str]] = set()
 
-    def callbacks_to_call(self, callbacks: Sequence[Any], moment: str) -> list[Any]:
+    def uncalled_callbacks(self, callbacks: Sequence[Any], moment: str) -> list[Any]:
         """Returns the callbacks of a list that a moment calls now: the user's callbacks once,
         others always.
 

@@ -19,12 +19,12 @@ import numpy as np
 
 from farandole.common import basics
 from farandole.spark.common.data.source import EpochPosition
-from farandole.spark.keras.arrays import model_inputs, model_labels
+from farandole.spark.keras.arrays import build_model_argument, model_labels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from farandole.spark.common.data.source import BatchSource, SourceBatch
+    from farandole.spark.common.data.source import BatchSource, PaddedRankBatch
     from farandole.spark.keras.job import KerasTrainingJob
 
 
@@ -95,14 +95,14 @@ class BatchFeed:
                 for rows in batches:
                     yield self.create_batch(rows)
 
-    def create_batch(self, rows: SourceBatch) -> tuple[Any, ...]:
+    def create_batch(self, rows: PaddedRankBatch) -> tuple[Any, ...]:
         """Returns a batch as Keras takes it: inputs, labels and, if there are any, weights.
 
         Args:
             rows: of the source.
         """
         job = self._job
-        x = model_inputs(job.shape, rows.columns, rows.count)
+        x = build_model_argument(job.shape, rows.columns, rows.count)
         y = model_labels(job.shape, job.labels, rows.columns, rows.count)
         weights = None
         if job.weight is not None:
@@ -112,7 +112,7 @@ class BatchFeed:
             return x, y, {"share": share} | ({} if weights is None else {"weights": weights})
         return (x, y) if weights is None else (x, y, weights)
 
-    def _share(self, rows: SourceBatch) -> float:
+    def _share(self, rows: PaddedRankBatch) -> float:
         """Returns the factor of a batch's gradients, before they are averaged over processes and
         passes.
         """
@@ -272,7 +272,7 @@ def prepare_steps(
 
         optimizer.__dict__["apply"] = apply
     for tracker in loss_trackers(model):
-        _weigh_by_rows(tracker, rows, is_sum=is_sum)
+        _weigh_loss_tracker_by_rows(tracker, rows, is_sum=is_sum)
     return share
 
 
@@ -318,7 +318,7 @@ def loss_trackers(model: Any) -> list[Any]:
     return [*([] if total is None else [total]), *outputs]
 
 
-def _weigh_by_rows(tracker: Any, rows: list[Any], *, is_sum: bool) -> None:
+def _weigh_loss_tracker_by_rows(tracker: Any, rows: list[Any], *, is_sum: bool) -> None:
     plain_update = tracker.update_state
 
     def update_state(value: Any, sample_weight: Any = None) -> Any:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _WEIGHTED_MEAN = "mean_with_sample_weight"
 
 
-def count_losses(model: Any, share: list[Any], added: Sequence[str], *, sums_outputs: bool) -> None:
+def compute_losses_as_parts(model: Any, share: list[Any], added: Sequence[str], *, sums_outputs: bool) -> None:
     """Lets a model compute the losses of this process as parts of the losses of all processes.
 
     Args:
@@ -42,9 +42,9 @@ def count_losses(model: Any, share: list[Any], added: Sequence[str], *, sums_out
     if compiled is not None:
         compiled._flat_losses = [  # noqa: SLF001 - no public door
             entry._replace(
-                loss=_SummedLoss(entry.loss, factor)
+                loss=_FactoredSumLoss(entry.loss, factor)
                 if sums_outputs or entry.loss.reduction == "sum"
-                else _CountedLoss(entry.loss, reducer, f"counts.{index}", share)
+                else _ProcessPartLoss(entry.loss, reducer, f"counts.{index}", share)
             )
             for index, entry in enumerate(compiled._flat_losses)  # noqa: SLF001 - no public door
         ]
@@ -70,7 +70,7 @@ class _SumFactor:
     """The factor of a sum over rows, before gradients get the share of the batch.
 
     Args:
-        share: as in `count_losses`.
+        share: as in `compute_losses_as_parts`.
     """
 
     def __init__(self, share: list[Any]) -> None:
@@ -85,7 +85,7 @@ class _SumFactor:
         return value * ops.cast(factor, value.dtype)
 
 
-class _SummedLoss:
+class _FactoredSumLoss:
     """A loss that is a sum over rows."""
 
     def __init__(self, loss: Any, factor: _SumFactor) -> None:
@@ -98,7 +98,7 @@ class _SummedLoss:
         return self._factor.scale_sum(self._loss(y_true, y_pred, sample_weight))
 
 
-class _CountedLoss:
+class _ProcessPartLoss:
     """A loss of Keras whose value is this process's part, before gradients get the share."""
 
     def __init__(self, loss: Any, reducer: Any, name: str, share: list[Any]) -> None:
@@ -111,7 +111,7 @@ class _CountedLoss:
         ops: Any = keras.ops  # its functions are typed as if they returned None
         value = self._loss(y_true, y_pred, sample_weight)
         share = self._share[0]
-        count = _count_of_values(self._loss, y_true, y_pred, sample_weight)
+        count = _loss_divisor(self._loss, y_true, y_pred, sample_weight)
         if count is None:
             return value
         share = ops.cast(share, "float32")
@@ -122,7 +122,7 @@ class _CountedLoss:
         return value * ops.cast(ops.stop_gradient(factor), value.dtype)
 
 
-def _count_of_values(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> Any:
+def _loss_divisor(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> Any:
     """Returns the number that a loss divides by; `None` if it is proportional to rows."""
     ops: Any = keras.ops  # its functions are typed as if they returned None
     mask = get_keras_mask(y_pred)

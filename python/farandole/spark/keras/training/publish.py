@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
-from farandole._keras.callbacks import sync_jax_state
+from farandole._keras.callbacks import write_jax_state_to_model
 from farandole.runner.show.history import entries_from_keras
 from farandole.spark.common.show.epoch_reports import EpochReporter, write_history
 from farandole.spark.common.show.meter import StepMeter
@@ -49,7 +49,7 @@ class StepTimingCallback(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes that the rows are read."""
         del batch, logs
-        self._meter.begin_batch()
+        self._meter.mark_rows_read()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes the end of a step."""
@@ -59,7 +59,7 @@ class StepTimingCallback(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Reports the measured times."""
         del epoch, logs
-        self._meter.finish_report()
+        self._meter.report_remaining_means()
 
 
 class UserCheckpointCallback(keras.callbacks.Callback):
@@ -98,7 +98,7 @@ class UserCheckpointCallback(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Hands on, where it may save."""
         if self.inner.save_freq != "epoch":
-            sync_jax_state(self.model)
+            write_jax_state_to_model(self.model)
             with self._rate.single_process_rate():
                 self.inner.on_train_batch_end(batch, logs)
 
@@ -217,11 +217,11 @@ class RunPublisher(keras.callbacks.Callback):
         if self.last is None:
             with self._rate.single_process_rate():
                 self.last = payload.add_note(
-                    payload.pack_model(self.model), self.checkpoint_history_note()
+                    payload.pack_model(self.model), self.create_history_note()
                 )
         return self.last
 
-    def checkpoint_history_note(self) -> dict[str, Any]:
+    def create_history_note(self) -> dict[str, Any]:
         """Returns the history of the epochs in a checkpoint."""
         best = None if self.kept is None else getattr(self.kept.inner, "best", None)
         return {
@@ -235,7 +235,7 @@ class RunPublisher(keras.callbacks.Callback):
         """Returns the model that `fit` returns: the one that the user's callback kept, else the
         last.
         """
-        if self.kept is not None and durable.is_present(self.kept.path):
+        if self.kept is not None and durable.is_path_present(self.kept.path):
             return self.kept.path.read_bytes()
         return self.current_checkpoint()
 
@@ -255,7 +255,7 @@ class RunPublisher(keras.callbacks.Callback):
                     del self._written_versions[str(path)]  # the next epoch writes it
 
     def _has_checkpoint_file_changed(self, path: Path) -> bool:
-        if not durable.is_present(path):
+        if not durable.is_path_present(path):
             return False
         found = path.stat()
         mark = (found.st_mtime_ns, found.st_size)

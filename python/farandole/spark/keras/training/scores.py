@@ -15,7 +15,7 @@ import keras
 import numpy as np
 
 import farandole.numpy as arrays
-from farandole._keras.callbacks import sync_jax_state
+from farandole._keras.callbacks import write_jax_state_to_model
 from farandole._keras.values import as_array
 from farandole.common import basics
 from farandole.spark.common.runs.finite_loss import check_finite_loss
@@ -82,17 +82,17 @@ class GlobalScoresCallback(keras.callbacks.Callback):
 
     def _collect_training_scores(self) -> None:
         model: Any = self.model
-        sync_jax_state(model)
+        write_jax_state_to_model(model)
         average_moving_statistics(model)
         self._training_scores = self._global_scores("train", counts=True)
 
     def _global_scores(self, stage: str, *, counts: bool) -> dict[str, Any]:
         model: Any = self.model
-        assign_metrics(model, sum_metrics(model, stage, counts=counts))
+        assign_summed_metrics(model, sum_metrics_over_processes(model, stage, counts=counts))
         return {name: _to_plain(value) for name, value in model.get_metrics_result().items()}
 
 
-def sum_metrics(model: Any, stage: str, *, counts: bool) -> Any:
+def sum_metrics_over_processes(model: Any, stage: str, *, counts: bool) -> Any:
     """Returns the metrics' variables over all processes as one array; a collective call.
 
     Args:
@@ -100,7 +100,7 @@ def sum_metrics(model: Any, stage: str, *, counts: bool) -> Any:
         stage: name of the collective call.
         counts: whether the rows of this process count. Rows that only fill a step do not.
     """
-    sync_jax_state(model)
+    write_jax_state_to_model(model)
     vectors = [
         _metric_contribution(as_array(variable), variable, counts)
         for variable in model.metrics_variables
@@ -110,8 +110,8 @@ def sum_metrics(model: Any, stage: str, *, counts: bool) -> Any:
     return arrays.allreduce(np.concatenate(vectors), op=arrays.Sum, name=f"farandole.keras.{stage}")
 
 
-def assign_metrics(model: Any, total: Any, *, once: bool = False) -> None:
-    """Gives metrics the values that `sum_metrics` returned.
+def assign_summed_metrics(model: Any, total: Any, *, once: bool = False) -> None:
+    """Gives metrics the values that `sum_metrics_over_processes` returned.
 
     Args:
         model: compiled.
@@ -151,7 +151,7 @@ def _to_plain(value: Any) -> Any:
     return float(array) if array.ndim == 0 else array
 
 
-def moving_statistics(model: Any) -> list[Any]:
+def batch_norm_statistics(model: Any) -> list[Any]:
     """Returns the moving statistics of a model's batch normalisation, which training moves and no
     gradient.
 
@@ -171,7 +171,7 @@ def average_moving_statistics(model: Any) -> None:
     Args:
         model: built.
     """
-    moving = moving_statistics(model)
+    moving = batch_norm_statistics(model)
     if not moving:
         return
     parts = [as_array(variable) for variable in moving]
@@ -183,7 +183,7 @@ def average_moving_statistics(model: Any) -> None:
         start += part.size
 
 
-class UncountedStepsCallback(keras.callbacks.Callback):
+class UndoEmptyStepsCallback(keras.callbacks.Callback):
     """A callback that undoes the changes that steps without a row of this process make to metrics
     and moving statistics.
 
@@ -202,7 +202,7 @@ class UncountedStepsCallback(keras.callbacks.Callback):
         """Remembers."""
         del logs
         if batch in self._steps:
-            self._save_values()
+            self._save_step_values()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Restores."""
@@ -214,7 +214,7 @@ class UncountedStepsCallback(keras.callbacks.Callback):
         """Remembers."""
         del logs
         if batch in self._validation_steps:
-            self._save_values()
+            self._save_step_values()
 
     def on_test_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Restores."""
@@ -222,14 +222,14 @@ class UncountedStepsCallback(keras.callbacks.Callback):
         if batch in self._validation_steps:
             self._restore_values()
 
-    def _save_values(self) -> None:
+    def _save_step_values(self) -> None:
         model: Any = self.model
-        sync_jax_state(model)
-        touched = [*model.metrics_variables, *moving_statistics(model)]
+        write_jax_state_to_model(model)
+        touched = [*model.metrics_variables, *batch_norm_statistics(model)]
         self._saved_values = [(variable, np.array(as_array(variable))) for variable in touched]
 
     def _restore_values(self) -> None:
-        sync_jax_state(self.model)
+        write_jax_state_to_model(self.model)
         for variable, value in self._saved_values:
             variable.assign(value)
         self._saved_values = []

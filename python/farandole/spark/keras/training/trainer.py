@@ -32,7 +32,7 @@ from farandole.spark.common.runs.elastic_run import ElasticRun
 from farandole.spark.common.runs.stop_request import StopCheck
 from farandole.spark.keras.arrays import reader_casts, zero_batch
 from farandole.spark.keras.job import KerasTrainingResult
-from farandole.spark.keras.model_compilation import restore_loss
+from farandole.spark.keras.model_compilation import restore_compiled_loss
 from farandole.spark.keras.saving import payload
 from farandole.spark.keras.training.elastic import (
     CommitCallback,
@@ -48,7 +48,7 @@ from farandole.spark.keras.training.feed import (
     prepare_steps,
 )
 from farandole.spark.keras.training.learning_rate import ScaledLearningRate
-from farandole.spark.keras.training.loss_counts import count_losses
+from farandole.spark.keras.training.loss_counts import compute_losses_as_parts
 from farandole.spark.keras.training.publish import (
     RunPublisher,
     StepTimingCallback,
@@ -58,7 +58,7 @@ from farandole.spark.keras.training.scores import (
     AgreedStopCallback,
     FiniteLossCallback,
     GlobalScoresCallback,
-    UncountedStepsCallback,
+    UndoEmptyStepsCallback,
 )
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ class KerasTrainer:
         job, objects = self.job, self.objects
         # the driver's own
         model = payload.unpack_model(job.model, objects.custom_objects, safe_mode=False)
-        restore_loss(model, objects.loss)
+        restore_compiled_loss(model, objects.loss)
         x, y = zero_batch(job.shape, job.labels, job.data.batch_size)
         weights = None if job.weight is None else np.ones(job.data.batch_size, np.float32)
         _build_model(model, (x, y) if weights is None else (x, y, weights))
@@ -204,7 +204,7 @@ class KerasTrainer:
             passes=job.passes,
         )
         if job.counts_losses:
-            count_losses(model, share, job.added_losses, sums_outputs=job.sums_outputs)
+            compute_losses_as_parts(model, share, job.added_losses, sums_outputs=job.sums_outputs)
         if self.train.leaves_out or self.moves or (self.val is not None and self.val.leaves_out):
             model.steps_per_execution = 1
         return model
@@ -224,7 +224,7 @@ class KerasTrainer:
                         "optimizer: choose another "
                         f"run_id, or move {store.run_path} elsewhere: {error}"
                     ) from error
-                self.note = payload.read_note(found)
+                self.note = payload.read_metadata_note(found)
                 # The file has the rate for the rows that a process had in a step.
                 rows = job.step_rows
                 self.rate.multiply(rows / self.note.get("rate_rows", rows))
@@ -260,12 +260,12 @@ class KerasTrainer:
             GlobalScoresCallback(validates=self.val is None or self.val.validates)
         ]
         if self.job.terminate_on_nan and not any(
-            _ends_on_nan(one) for one in self.objects.callbacks
+            _is_nan_terminator(one) for one in self.objects.callbacks
         ):
             callbacks.append(FiniteLossCallback(self.rank))
         uncounted = self.train.uncounted, [] if self.val is None else self.val.uncounted
         if any(uncounted):
-            callbacks.append(UncountedStepsCallback(*uncounted))
+            callbacks.append(UndoEmptyStepsCallback(*uncounted))
         if task.has_rank_display():
             callbacks.append(StepTimingCallback())
         boards = [
@@ -357,7 +357,7 @@ class KerasTrainer:
         )
 
 
-def _ends_on_nan(callback: Any) -> bool:
+def _is_nan_terminator(callback: Any) -> bool:
     return isinstance(callback, keras.callbacks.TerminateOnNaN)
 
 

@@ -50,7 +50,7 @@ class LossTerm:
         """Returns the mean over the batch; 0 if nothing counts."""
         return self.value * (self.scale / self.count if self.count else 0.0)
 
-    def step_part(self, total: float, size: int) -> torch.Tensor:
+    def step_loss_part(self, total: float, size: int) -> torch.Tensor:
         """Returns the part of the step's loss, before gradients are averaged over processes.
 
         Args:
@@ -62,7 +62,7 @@ class LossTerm:
         return self.value * (self.scale * size / total if total else 0.0)
 
 
-def mean_of_terms(terms: Sequence[LossTerm]) -> torch.Tensor:
+def mean_batch_loss(terms: Sequence[LossTerm]) -> torch.Tensor:
     """Returns the loss of one batch of this process, a mean over its rows."""
     return torch.stack([one.mean() for one in terms]).sum()
 
@@ -101,10 +101,10 @@ class LabelLoss:
         self._loss = loss
         self._share = share
         self._is_batch_mean = known == "batchmean"
-        self._rows = loss_sums.with_reduction(loss, "none") if weighted else None
+        self._rows = loss_sums.loss_with_reduction(loss, "none") if weighted else None
         is_mean = self.reduction == "mean"
         self._sum = (
-            loss_sums.with_reduction(loss, "sum")
+            loss_sums.loss_with_reduction(loss, "sum")
             if is_mean and known is not None and _divides_by_labels(loss, label)
             else None
         )
@@ -211,4 +211,4 @@ def check_weighable(loss: Any) -> None:
     Raises:
         ValueError: it has no reduction.
     """
-    loss_sums.with_reduction(loss, "none")
+    loss_sums.loss_with_reduction(loss, "none")

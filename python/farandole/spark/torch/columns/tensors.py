@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from farandole.data.columns import row_shape
-from farandole.data.ragged import lengths_column
+from farandole.data.columns import normalize_row_shape
+from farandole.data.ragged import lengths_column_name
 from farandole.spark.common.model.signature import format_batch_shape
 from farandole.spark.torch.job import TorchInput
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from farandole.data.columns import PreparedColumn
     from farandole.data.encoding import ColumnEncoding
     from farandole.data.prepare import PreparedData
-    from farandole.spark.common.data.source import SourceBatch
+    from farandole.spark.common.data.source import PaddedRankBatch
     from farandole.spark.torch.job import TorchLabel
 
 INPUT_DTYPES = (
@@ -68,7 +68,7 @@ def create_torch_inputs(
     made: list[TorchInput] = []
     for index, group in enumerate(groups):
         size = sum(columns[name].element_count for name in group)
-        shape = (size,) if shapes is None else row_shape(shapes[index], size)
+        shape = (size,) if shapes is None else normalize_row_shape(shapes[index], size)
         lists = [name for name in group if name in known.ragged]
         if lists and len(group) > 1:
             raise ValueError(f"a ragged column must be a separate input: {lists[0]!r}")
@@ -130,7 +130,7 @@ def _nested_tensor(
     device: torch.device,
 ) -> torch.Tensor:
     """Returns a nested tensor of the jagged layout, made of padded rows and their lengths."""
-    padded, lengths = columns[name][:rows], columns[lengths_column(name)][:rows]
+    padded, lengths = columns[name][:rows], columns[lengths_column_name(name)][:rows]
     values = padded[torch.arange(padded.shape[1]) < lengths[:, None]]
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     return torch.nested.nested_tensor_from_jagged(
@@ -176,7 +176,7 @@ def check_finite_inputs(
 
 
 def label_tensor(
-    rows: SourceBatch,
+    rows: PaddedRankBatch,
     torch_label: TorchLabel,
     count: int,
     device: torch.device,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from farandole.spark.common.model.onnx import (
-    root_cause_text,
+    first_error_lines,
     signature_input_names,
     synthetic_input,
 )
@@ -133,7 +133,7 @@ def write_onnx(
                 **options,
             )
     except Exception as error:
-        raise ValueError(f"torch cannot export {name} to ONNX: {root_cause_text(error)}") from error
+        raise ValueError(f"torch cannot export {name} to ONNX: {first_error_lines(error)}") from error
     finally:
         quiet.setLevel(level)
 

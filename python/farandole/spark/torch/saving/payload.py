@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Models and optimizers as bytes.
 
-`pack_pickle` returns a pickle, which contains code: load it only if it came through the job's own
+`pickle_with_tensors` returns a pickle, which contains code: load it only if it came through the job's own
 links. The result of `pack_state` contains only tensors and plain values, and loading it runs no
 code.
 """
@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from farandole.common import pickling
-from farandole.runner.pickle_errors import find_unpicklable
+from farandole.runner.pickle_errors import describe_unpicklable
 
 
-def pack_pickle(value: Any) -> bytes:
+def pickle_with_tensors(value: Any) -> bytes:
     """Pickles objects, tensors and functions of the main module included.
 
     Args:
@@ -30,7 +30,7 @@ def pack_pickle(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def pack_objects(objects: Any, **names: str) -> bytes:
+def pickle_job_objects(objects: Any, **names: str) -> bytes:
     """Pickles the user's objects of a job in one.
 
     Args:
@@ -42,19 +42,19 @@ def pack_objects(objects: Any, **names: str) -> bytes:
             it.
     """
     try:
-        return pack_pickle(objects)
+        return pickle_with_tensors(objects)
     except Exception as error:
-        told = find_unpicklable(
+        told = describe_unpicklable(
             {names.get(one.name, one.name): getattr(objects, one.name) for one in fields(objects)}
         )
         raise TypeError(f"cannot be pickled for the training processes: {told or error}") from error
 
 
-def unpack_pickle(data: bytes) -> Any:
-    """Inverts `pack_pickle`, with every tensor on the CPU. Runs code.
+def unpickle_on_cpu(data: bytes) -> Any:
+    """Inverts `pickle_with_tensors`, with every tensor on the CPU. Runs code.
 
     Args:
-        data: what `pack_pickle` returned.
+        data: what `pickle_with_tensors` returned.
     """
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 

@@ -36,7 +36,7 @@ _PICKLED_PARAMS = ("model", "optimizer", "loss", "loss_constructors", "transform
 _ZIP_MAGIC = b"PK"
 
 
-class _WeightsPickler(pickling.Pickler):
+class _WeightReferencePickler(pickling.Pickler):
     """A pickler that stores references instead of the weights of one module."""
 
     def __init__(self, file: io.BytesIO, weights: dict[str, torch.Tensor]) -> None:
@@ -49,7 +49,7 @@ class _WeightsPickler(pickling.Pickler):
         return None
 
 
-class _WeightsUnpickler(pickle.Unpickler):
+class _WeightReferenceUnpickler(pickle.Unpickler):
     """An unpickler that puts the weights back; the same reference gives the same tensor."""
 
     def __init__(self, file: io.BytesIO, weights: dict[str, torch.Tensor]) -> None:
@@ -79,12 +79,12 @@ class TorchModelWriter(ParamsWriter):
             if torch.is_tensor(tensor)
         }
         pickled = io.BytesIO()
-        _WeightsPickler(pickled, weights).dump({name: values.get(name) for name in _PICKLED_PARAMS})
+        _WeightReferencePickler(pickled, weights).dump({name: values.get(name) for name in _PICKLED_PARAMS})
         plain = {name: value for name, value in values.items() if name not in _PICKLED_PARAMS}
         bare = {name: tensor.detach().cpu() for name, tensor in weights.items()}
         state = (
             tensorfile.dump_tensors(bare)
-            if tensorfile.can_hold_tensors(bare)
+            if tensorfile.can_store_as_safetensors(bare)
             else payload.pack_state(bare)
         )
         return plain, {"state": state, "objects": pickled.getvalue()}
@@ -122,7 +122,7 @@ class TorchModelReader(ParamsReader["TorchModel"]):
         self.check_pickled_code(
             path, f", or use {self.kind.__name__}.read().model(module), which runs none"
         )
-        objects = _WeightsUnpickler(io.BytesIO(parts["objects"]), weights).load()
+        objects = _WeightReferenceUnpickler(io.BytesIO(parts["objects"]), weights).load()
         loaded.setParams(**{name: value for name, value in objects.items() if value is not None})
 
 
@@ -132,7 +132,7 @@ class TorchEstimatorParamsWriter(ParamsWriter):
     def split_values(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
         """Like `ParamsWriter.split_values`."""
         plain, rest = split_plain_json(values)
-        return plain, {"objects": payload.pack_pickle(rest)}
+        return plain, {"objects": payload.pickle_with_tensors(rest)}
 
 
 class TorchEstimatorParamsReader(ParamsReader[Any]):
@@ -141,7 +141,7 @@ class TorchEstimatorParamsReader(ParamsReader[Any]):
     def restore_parts(self, loaded: Any, parts: dict[str, bytes], path: str) -> None:
         """Like `ParamsReader.restore_parts`."""
         self.check_pickled_code(path)
-        loaded.setParams(**payload.unpack_pickle(parts["objects"]))
+        loaded.setParams(**payload.unpickle_on_cpu(parts["objects"]))
 
 
 class TorchEstimatorParamsWritable(ParamsWritable):

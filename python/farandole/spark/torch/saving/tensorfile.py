@@ -22,7 +22,7 @@ _HELD_DTYPES = frozenset(
 )  # fmt: skip
 
 
-def can_hold_tensors(tensors: Mapping[str, torch.Tensor]) -> bool:
+def can_store_as_safetensors(tensors: Mapping[str, torch.Tensor]) -> bool:
     """Returns whether the format can hold all of them.
 
     Args:
@@ -58,7 +58,7 @@ def dump_tensors(tensors: Mapping[str, torch.Tensor]) -> bytes:
     """Returns tensors as bytes.
 
     Args:
-        tensors: tensors by name for which `can_hold_tensors` returns true.
+        tensors: tensors by name for which `can_store_as_safetensors` returns true.
     """
     save = _library().save
     plain: dict[str, torch.Tensor] = {}

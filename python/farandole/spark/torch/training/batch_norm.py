@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 import farandole.torch as hvd
-from farandole.torch.sync_batch_norm import SyncBatchNorm, leave_out_padding
+from farandole.torch.sync_batch_norm import SyncBatchNorm, exclude_padding_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,7 +24,7 @@ MIN_BATCH_NORM_ROWS = 2
 """Rows that a batch norm of one rank needs in training."""
 
 
-def least_batch_rows(module: torch.nn.Module) -> int:
+def min_batch_rows_for_norms(module: torch.nn.Module) -> int:
     """Returns how many rows a batch of a rank must have, with padding.
 
     A batch norm over all ranks needs no padding on a rank with one row. If a model reorders rows
@@ -42,7 +42,7 @@ def least_batch_rows(module: torch.nn.Module) -> int:
 
 
 @contextlib.contextmanager
-def ignore_padding(module: torch.nn.Module, valid: int, count: int) -> Iterator[None]:
+def ignore_padding_in_buffers(module: torch.nn.Module, valid: int, count: int) -> Iterator[None]:
     """Lets a forward pass leave buffers as the rows that count make them.
 
     Batch norms of all ranks leave out the padding. Buffers of other layers keep the values from
@@ -56,14 +56,14 @@ def ignore_padding(module: torch.nn.Module, valid: int, count: int) -> Iterator[
     if not module.training or count == valid:
         yield
         return
-    kept = [(buffer, buffer.clone()) for buffer in _local_buffers(module)]
-    with leave_out_padding(valid, count):
+    kept = [(buffer, buffer.clone()) for buffer in _unsynchronized_buffers(module)]
+    with exclude_padding_rows(valid, count):
         yield
     for buffer, before in kept:
         buffer.data.copy_(before)
 
 
-def _local_buffers(module: torch.nn.Module) -> list[torch.Tensor]:
+def _unsynchronized_buffers(module: torch.nn.Module) -> list[torch.Tensor]:
     return [
         buffer
         for layer in module.modules()

@@ -20,16 +20,16 @@ from farandole.spark.torch.columns.tensors import (
     label_tensor,
     to_device,
 )
-from farandole.spark.torch.training.batch_norm import ignore_padding
+from farandole.spark.torch.training.batch_norm import ignore_padding_in_buffers
 from farandole.spark.torch.training.step_counts import LabelCounter
 from farandole.torch.loss_sums import ignored_label
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from farandole.spark.common.data.source import SourceBatch
+    from farandole.spark.common.data.source import PaddedRankBatch
     from farandole.spark.torch.job import TorchTrainingJob
-    from farandole.spark.torch.training.step_counts import StepCounts
+    from farandole.spark.torch.training.step_counts import StepLossDivisors
     from farandole.spark.torch.training.steps import OptimizerStepper
 
 ScoredBatch = tuple[list[torch.Tensor], list[torch.Tensor], list[LossTerm]]
@@ -71,7 +71,7 @@ class BatchEvaluator:
         ]
         self.counter = LabelCounter(self._label_losses, job.labels)
 
-    def forward_batch(self, rows: SourceBatch) -> ScoredBatch:
+    def forward_with_losses(self, rows: PaddedRankBatch) -> ScoredBatch:
         """Calls the model and its losses.
 
         Args:
@@ -80,11 +80,11 @@ class BatchEvaluator:
         # Batch normalisation needs two rows in training, and every rank needs a backward pass.
         # Therefore a batch with fewer rows is padded.
         valid, count = rows.valid, rows.count
-        with ignore_padding(self.module, valid, count):
+        with ignore_padding_in_buffers(self.module, valid, count):
             value = self.model(*self.input_tensors(rows, count))
         outputs = flat_outputs(value, len(self.job.labels))
         if valid == 0:
-            return outputs, outputs, empty_terms(outputs)
+            return outputs, outputs, zero_loss_terms(outputs)
         outputs = [output[:valid] for output in outputs]
         outputs, labels = self.shape_labels(outputs, self.label_tensors(rows, valid))
         terms = self.loss_terms(
@@ -92,19 +92,19 @@ class BatchEvaluator:
         )
         return outputs, labels, terms
 
-    def input_tensors(self, rows: SourceBatch, count: int) -> list[torch.Tensor]:
+    def input_tensors(self, rows: PaddedRankBatch, count: int) -> list[torch.Tensor]:
         """Returns the model's arguments."""
         if self.first_pass and not self.job.data.missing.allow_nan:
             for one in self.job.inputs:
                 check_finite_inputs(rows.columns, one, count)
         return [input_tensor(rows.columns, one, count, self.device) for one in self.job.inputs]
 
-    def label_tensors(self, rows: SourceBatch, count: int) -> list[torch.Tensor]:
+    def label_tensors(self, rows: PaddedRankBatch, count: int) -> list[torch.Tensor]:
         """Returns the label columns."""
         how = {"checked": self.first_pass, "allow_nan": self.job.data.missing.allow_nan}
         return [label_tensor(rows, one, count, self.device, **how) for one in self.job.labels]
 
-    def weight_tensor(self, rows: SourceBatch, count: int) -> torch.Tensor | None:
+    def weight_tensor(self, rows: PaddedRankBatch, count: int) -> torch.Tensor | None:
         """Returns the weight of each row, where there are weights."""
         if self.job.weight is None:
             return None
@@ -163,7 +163,7 @@ class BatchEvaluator:
                 raise ValueError(describe_unknown_class(one.column.name, int(strange[0]), classes))
 
 
-def empty_terms(outputs: Sequence[torch.Tensor]) -> list[LossTerm]:
+def zero_loss_terms(outputs: Sequence[torch.Tensor]) -> list[LossTerm]:
     """Returns losses of no rows, whose gradients are 0; each rank needs a backward pass.
 
     Args:
@@ -186,7 +186,7 @@ def describe_unknown_class(name: str, value: float, classes: int) -> str:
     )
 
 
-class UserMinibatch:
+class UserMinibatchFunction:
     """The user's `train_minibatch_fn`, called with as many of Horovod's arguments as it takes.
 
     `loss_fn` counts every row of the step once, whichever process holds it, as the built-in loop
@@ -209,11 +209,11 @@ class UserMinibatch:
         self._passes = 1
         # torch calls hooks for the distributed optimizer, and inside for the wrapped class.
         self._depth = 0
-        optimizer.register_step_pre_hook(self._enter_step)
+        optimizer.register_step_pre_hook(self._note_step_begin)
         optimizer.register_step_post_hook(self._count_step)
 
     def __call__(
-        self, rows: SourceBatch, step: int, passes: int, counts: StepCounts
+        self, rows: PaddedRankBatch, step: int, passes: int, counts: StepLossDivisors
     ) -> ScoredBatch:
         """Trains on one batch.
 
@@ -237,7 +237,7 @@ class UserMinibatch:
                     batches.counter.count_batch(rows),
                 )
                 if valid
-                else empty_terms(outputs)
+                else zero_loss_terms(outputs)
             )
             told.append(terms)
             return counts.step_loss(terms)
@@ -253,7 +253,7 @@ class UserMinibatch:
             passes,
             step,
         )
-        with ignore_padding(batches.module, valid, count), self._stepper.autocast_context():
+        with ignore_padding_in_buffers(batches.module, valid, count), self._stepper.autocast_context():
             returned = self._function(*arguments[: self._argument_count])
         if not isinstance(returned, tuple) or len(returned) != 2:  # noqa: PLR2004 - outputs and loss
             raise ValueError(
@@ -291,7 +291,7 @@ class UserMinibatch:
             self._stepper.optimizer.step()
             self._stepper.optimizer.zero_grad()
 
-    def _enter_step(self, *_: Any) -> None:
+    def _note_step_begin(self, *_: Any) -> None:
         self._depth += 1
 
     def _count_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

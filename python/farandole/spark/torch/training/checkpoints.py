@@ -44,7 +44,7 @@ class RunCheckpoints:
         self.rank = rank
         self.best: bytes | None = None
 
-    def resume_run(
+    def load_checkpoint_on_all_ranks(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> dict[str, Any]:
         """Loads the run's checkpoint into model and optimizer, equal on all ranks; a collective
@@ -93,7 +93,7 @@ class RunCheckpoints:
             ) from error
         return state
 
-    def publish_epoch(
+    def write_epoch_and_keep_best(
         self, state: Callable[[], dict[str, Any]], history: list[dict[str, Any]]
     ) -> None:
         """Writes the files of an epoch.

@@ -41,7 +41,7 @@ def defer_compiler() -> None:
     setattr(torch, "_dynamo", stand_in)  # noqa: B010 - type checkers do not know this name of torch
 
 
-def is_deferred() -> bool:
+def is_compiler_deferred() -> bool:
     """Returns whether the compiler has not been needed yet."""
     return isinstance(sys.modules.get(_DYNAMO_MODULE), _DeferredCompiler)
 
@@ -50,7 +50,7 @@ class _OptimizedModuleMeta(type):
     """A metaclass whose `isinstance` asks the compiler, if the compiler is imported."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return not is_deferred() and isinstance(
+        return not is_compiler_deferred() and isinstance(
             instance, sys.modules[_DYNAMO_MODULE].OptimizedModule
         )
 
@@ -68,7 +68,7 @@ class _SubmoduleStandIn(ModuleType):
         return getattr(getattr(_import_compiler(), self.__name__.rpartition(".")[2]), name)
 
 
-def _create_submodule(name: str, **known: Any) -> ModuleType:
+def _create_submodule_stand_in(name: str, **known: Any) -> ModuleType:
     part = _SubmoduleStandIn(f"{_DYNAMO_MODULE}.{name}")
     part.__dict__.update(known)
     return part
@@ -81,9 +81,9 @@ class _DeferredCompiler(ModuleType):
         super().__init__(_DYNAMO_MODULE)
         self.OptimizedModule = OptimizedModule
         # The default mode of DistributedDataParallel.
-        self.utils = _create_submodule("utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")
+        self.utils = _create_submodule_stand_in("utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")
         # torch.distributed begins, and nothing has been traced.
-        self.trace_rules = _create_submodule("trace_rules", clear_lru_cache=lambda: None)
+        self.trace_rules = _create_submodule_stand_in("trace_rules", clear_lru_cache=lambda: None)
 
     def graph_break(self, msg: str = "") -> None:
         """Does nothing: no function is compiled."""
@@ -104,7 +104,7 @@ class _DeferredCompiler(ModuleType):
 
         @wraps(fn)
         def call_function(*args: Any, **kwargs: Any) -> Any:
-            if is_deferred():
+            if is_compiler_deferred():
                 return fn(*args, **kwargs)
             if not known:
                 known.append(sys.modules[_DYNAMO_MODULE].disable(fn, recursive, **options))
@@ -125,14 +125,14 @@ class _CompilerFinder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         del path, target
-        if not fullname.startswith(f"{_DYNAMO_MODULE}.") or not is_deferred():
+        if not fullname.startswith(f"{_DYNAMO_MODULE}.") or not is_compiler_deferred():
             return None
         _import_compiler()
         found = sys.modules.get(fullname)
-        return None if found is None else ModuleSpec(fullname, _LoadedModuleLoader(found))
+        return None if found is None else ModuleSpec(fullname, _AlreadyLoadedModuleLoader(found))
 
 
-class _LoadedModuleLoader(Loader):
+class _AlreadyLoadedModuleLoader(Loader):
     """A module that came along with the compiler."""
 
     def __init__(self, module: ModuleType) -> None:
@@ -148,7 +148,7 @@ class _LoadedModuleLoader(Loader):
 
 
 def _import_compiler() -> ModuleType:
-    if is_deferred():
+    if is_compiler_deferred():
         del sys.modules[_DYNAMO_MODULE]
         delattr(torch, "_dynamo")
     return importlib.import_module(_DYNAMO_MODULE)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from farandole.spark.common.data.source import BatchSource, EpochPosition, SourceBatch
+from farandole.spark.common.data.source import BatchSource, EpochPosition, PaddedRankBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -23,7 +23,7 @@ class TensorSource(BatchSource):
     keeps_place = True
     """Whether another process can continue an epoch in the middle."""
 
-    def epoch(self, number: int, steps: int) -> Generator[SourceBatch]:
+    def epoch(self, number: int, steps: int) -> Generator[PaddedRankBatch]:
         """Like `BatchSource.epoch`."""
         with closing(super().epoch(number, steps)) as batches:
             for rows in batches:
@@ -65,7 +65,7 @@ class DataModuleSource:
         """
         return EpochPosition(steps)
 
-    def epoch(self, _number: int, steps: int) -> Generator[SourceBatch]:
+    def epoch(self, _number: int, steps: int) -> Generator[PaddedRankBatch]:
         """Yields the batches of an epoch. An infinite loader continues at its position, a finite
         loader starts again.
 
@@ -75,7 +75,7 @@ class DataModuleSource:
         for _ in range(steps):
             tensors = to_tensors(self._next_batch())
             count = len(next(iter(tensors.values())))
-            yield SourceBatch(tensors, count, count)
+            yield PaddedRankBatch(tensors, count, count)
 
     def _next_batch(self) -> Mapping[str, Any]:
         for left in (self._batch_iterator, None):

@@ -18,7 +18,7 @@ import farandole.torch as hvd
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Sequence
 
-    from farandole.spark.common.data.source import SourceBatch
+    from farandole.spark.common.data.source import PaddedRankBatch
     from farandole.spark.torch.columns.loss_terms import LabelLoss, LossTerm
     from farandole.spark.torch.job import TorchLabel
     from farandole.spark.torch.training.setup import BatchedSource
@@ -48,7 +48,7 @@ class LabelCounter:
         """Whether a count is more than the number of rows."""
         return any(loss.counts_labels for loss, _ in self._pairs)
 
-    def count_batch(self, rows: SourceBatch) -> list[float]:
+    def count_batch(self, rows: PaddedRankBatch) -> list[float]:
         """Returns what the losses of a batch are divided by, one number per label.
 
         Args:
@@ -61,7 +61,7 @@ class LabelCounter:
         return counts
 
 
-class StepCounts:
+class StepLossDivisors:
     """The counts of all processes in the batches of one step of the optimizer.
 
     Args:
@@ -90,7 +90,7 @@ class StepCounts:
             terms: losses of the labels.
         """
         counts = self.wait()
-        parts = [one.step_part(count, self._size) for one, count in zip(terms, counts, strict=True)]
+        parts = [one.step_loss_part(count, self._size) for one, count in zip(terms, counts, strict=True)]
         return torch.stack(parts).sum()
 
     def wait(self) -> list[float]:
@@ -101,8 +101,8 @@ class StepCounts:
         return self._counts
 
 
-def count_steps(
-    rows: Iterable[SourceBatch],
+def batches_with_step_counts(
+    rows: Iterable[PaddedRankBatch],
     source: BatchedSource,
     counter: LabelCounter,
     size: int,
@@ -110,7 +110,7 @@ def count_steps(
     step: int,
     steps: int,
     passes: int,
-) -> Generator[tuple[SourceBatch, StepCounts]]:
+) -> Generator[tuple[PaddedRankBatch, StepLossDivisors]]:
     """Yields batches with the counts of the steps that they belong to.
 
     If counts depend on labels, the batches of one step of the optimizer are read before the first
@@ -126,8 +126,8 @@ def count_steps(
         passes: batches that make one step of the optimizer.
     """
     counts_labels = counter.counts_labels
-    waiting: list[SourceBatch] = []
-    counts: StepCounts | None = None
+    waiting: list[PaddedRankBatch] = []
+    counts: StepLossDivisors | None = None
     for one in rows:
         first = step - step % passes
         last = min(first + passes, steps)
@@ -135,14 +135,14 @@ def count_steps(
         everywhere = source.row_count_in_steps(first, last)
         if not counts_labels and everywhere is not None:
             if counts is None or step - 1 == first:
-                counts = StepCounts([everywhere] * len(counter), size, adds_up=False)
+                counts = StepLossDivisors([everywhere] * len(counter), size, adds_up=False)
             yield one, counts
             continue
         waiting.append(one)
         if step == last:
             found = [counter.count_batch(each) for each in waiting]
             sums = [sum(each) for each in zip(*found, strict=True)]
-            counts = StepCounts(sums, size, adds_up=True, step=first // passes)
+            counts = StepLossDivisors(sums, size, adds_up=True, step=first // passes)
             for each in waiting:
                 yield each, counts
             waiting = []

@@ -71,7 +71,7 @@ class OptimizerStepper:
         ]
         self.scheduler: Any = None
         if scheduler is not None:
-            with self._single_process_rates():
+            with self._set_single_process_rates():
                 self.scheduler = (
                     scheduler if hasattr(scheduler, "state_dict") else scheduler(optimizer)
                 )
@@ -99,7 +99,7 @@ class OptimizerStepper:
     def take_step(self) -> None:
         """Reduces gradients over processes and takes the optimizer's step."""
         self.taken += 1
-        if self._scaler is None and self._clip is None and not self.meter.measures_reductions:
+        if self._scaler is None and self._clip is None and not self.meter.needs_reduction_timing:
             self.optimizer.step()
             return
         with self.meter.measure_reduction():
@@ -134,7 +134,7 @@ class OptimizerStepper:
         if self.scheduler is None:
             return
         watches = "metrics" in inspect.signature(self.scheduler.step).parameters
-        with self._single_process_rates(), warnings.catch_warnings():
+        with self._set_single_process_rates(), warnings.catch_warnings():
             # Ignore these warnings: the scheduler marked the optimizer that it was created with,
             # which is on the driver, and does not find its marks on this optimizer.
             warnings.filterwarnings(
@@ -191,7 +191,7 @@ class OptimizerStepper:
         return copy.deepcopy(self.checkpoint_state()) | {"factor": self._rate_factor}
 
     @contextlib.contextmanager
-    def _single_process_rates(self) -> Iterator[None]:
+    def _set_single_process_rates(self) -> Iterator[None]:
         """Sets the learning rates of one process in the optimizer."""
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr"] / self._rate_factor

@@ -11,9 +11,9 @@ use farandole::launcher::StopLevel;
 use farandole::telemetry::WorkerMetric;
 
 /// The interpreter of the process that contains this command.
-pub trait HostInterpreter {
+pub trait EmbeddingInterpreter {
     /// Returns the stop level that signals have requested so far.
-    fn requested_stop(&self) -> StopLevel;
+    fn requested_stop_level(&self) -> StopLevel;
 
     /// Returns the interpreter and its installed packages, without importing them.
     fn installation(&self) -> PythonInstallation;
@@ -29,7 +29,7 @@ pub trait HostInterpreter {
     ///
     /// # Errors
     /// A text about the exception, or that there is no such module.
-    fn call_main(&self, module: &str, words: &[String]) -> Result<i32, String>;
+    fn call_python_main(&self, module: &str, words: &[String]) -> Result<i32, String>;
 
     /// Opens the run viewer on a store, or on the store of the current directory, and shows a job
     /// of `ranks` processes in it.

@@ -16,7 +16,7 @@ const TENSOR_EXTENSION: &str = "arrow.fixed_shape_tensor";
 
 /// Facts about one root column.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct ColumnHint {
+pub(crate) struct ArrowSchemaHint {
     /// Unit of durations, which are plain integers in Parquet.
     pub(crate) duration: Option<TimeUnit>,
     /// Shape of tensors, which are lists in Parquet.
@@ -33,7 +33,7 @@ pub(crate) struct TensorLayout {
 
 /// Returns the hints of all root columns; none if the file has no schema of Arrow, or one that
 /// contradicts Parquet's types.
-pub(crate) fn column_hints(file: &FileMetaData) -> Vec<ColumnHint> {
+pub(crate) fn arrow_schema_hints(file: &FileMetaData) -> Vec<ArrowSchemaHint> {
     let entries = file.key_value_metadata();
     if !entries.is_some_and(|all| all.iter().any(|entry| entry.key == ARROW_SCHEMA_KEY)) {
         return Vec::new();
@@ -44,10 +44,10 @@ pub(crate) fn column_hints(file: &FileMetaData) -> Vec<ColumnHint> {
     if schema.fields().len() != file.schema_descr().root_schema().get_fields().len() {
         return Vec::new();
     }
-    schema.fields().iter().map(|field| column_hint(field)).collect()
+    schema.fields().iter().map(|field| arrow_schema_hint(field)).collect()
 }
 
-fn column_hint(field: &Field) -> ColumnHint {
+fn arrow_schema_hint(field: &Field) -> ArrowSchemaHint {
     let duration = match field.data_type() {
         DataType::Duration(unit) => Some(*unit),
         DataType::List(item) | DataType::LargeList(item) | DataType::FixedSizeList(item, _) => {
@@ -63,7 +63,7 @@ fn column_hint(field: &Field) -> ColumnHint {
         .get(EXTENSION_NAME_KEY)
         .filter(|name| *name == TENSOR_EXTENSION)
         .and_then(|_| parse_tensor_layout(metadata.get(EXTENSION_METADATA_KEY)?));
-    ColumnHint { duration, tensor }
+    ArrowSchemaHint { duration, tensor }
 }
 
 fn parse_tensor_layout(text: &str) -> Option<TensorLayout> {

@@ -13,7 +13,7 @@ const LENGTH_LIST_ENCODINGS: [i64; 2] = [6, 7];
 
 /// Sizes of a chunk by its page headers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct PageClaims {
+pub(crate) struct PageHeaderSizes {
     /// Decoded bytes of the largest dictionary, which limit the size of each of its values.
     pub(crate) dictionary: usize,
     /// Decoded bytes of all pages.
@@ -38,12 +38,12 @@ pub(crate) struct PageClaims {
 ///
 /// # Errors
 /// A description of the invalid page.
-pub(crate) fn check_page_claims(
+pub(crate) fn check_page_header_sizes(
     chunk: &[u8],
     values: usize,
     most: usize,
-) -> Result<PageClaims, String> {
-    let (mut at, mut seen, mut found) = (0_usize, 0_usize, PageClaims::default());
+) -> Result<PageHeaderSizes, String> {
+    let (mut at, mut seen, mut found) = (0_usize, 0_usize, PageHeaderSizes::default());
     while seen < values {
         let rest = chunk.get(at..).filter(|rest| !rest.is_empty());
         let rest = rest.ok_or_else(|| "there are fewer values than announced".to_owned())?;

@@ -144,7 +144,7 @@ impl SplitFileWriter {
             .last()
             .map(|group| group.columns().iter().map(ColumnChunkMetaData::byte_range).collect())
             .unwrap_or_default();
-        self.chunks.push(writer.inner_mut().end_group(&ranges));
+        self.chunks.push(writer.inner_mut().finish_group_checksums(&ranges));
         self.waiting_rows -= rows - missing;
         self.groups
             .push(RowGroup { rows: rows - missing, bytes: (rows - missing) * self.row_bytes });
@@ -241,7 +241,7 @@ struct HashingSink {
 
 impl HashingSink {
     /// Returns the checksums of the chunks at `ranges` in the row group that has just ended.
-    fn end_group(&mut self, ranges: &[(u64, u64)]) -> Vec<u32> {
+    fn finish_group_checksums(&mut self, ranges: &[(u64, u64)]) -> Vec<u32> {
         let at = |offset: u64| usize::try_from(offset).unwrap_or(usize::MAX);
         let sum = |(start, length): &(u64, u64)| {
             let from = start.checked_sub(self.start).map_or(usize::MAX, at);

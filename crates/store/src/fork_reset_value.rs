@@ -11,26 +11,26 @@ use std::sync::{Arc, Mutex, PoisonError};
 use arc_swap::ArcSwapOption;
 
 /// A value behind a lock. A forked child begins with a default value.
-pub(crate) struct ProcessValue<T>(ArcSwapOption<OwnedValue<T>>);
+pub(crate) struct ForkResetValue<T>(ArcSwapOption<PidTaggedValue<T>>);
 
-struct OwnedValue<T> {
+struct PidTaggedValue<T> {
     process_id: u32,
     value: Mutex<T>,
 }
 
-impl<T: Default> ProcessValue<T> {
+impl<T: Default> ForkResetValue<T> {
     pub(crate) const fn new() -> Self {
         Self(ArcSwapOption::const_empty())
     }
 
     /// Calls `work` with the value of this process.
     pub(crate) fn with<R>(&self, work: impl FnOnce(&mut T) -> R) -> R {
-        let owned = self.owned_value();
+        let owned = self.value_of_this_process();
         let mut value = owned.value.lock().unwrap_or_else(PoisonError::into_inner);
         work(&mut value)
     }
 
-    fn owned_value(&self) -> Arc<OwnedValue<T>> {
+    fn value_of_this_process(&self) -> Arc<PidTaggedValue<T>> {
         let process_id = process::id();
         loop {
             let current = self.0.load_full();
@@ -39,7 +39,7 @@ impl<T: Default> ProcessValue<T> {
             }
             let value = Mutex::default();
             // Of several threads, one stores its value, and all find it in the next round.
-            self.0.compare_and_swap(&current, Some(Arc::new(OwnedValue { process_id, value })));
+            self.0.compare_and_swap(&current, Some(Arc::new(PidTaggedValue { process_id, value })));
             // The parent's value is never dropped here: a runtime would wait for its threads.
             mem::forget(current);
         }
@@ -52,7 +52,7 @@ mod tests {
 
     #[test]
     fn all_threads_share_one_value() {
-        static COUNT: ProcessValue<u32> = ProcessValue::new();
+        static COUNT: ForkResetValue<u32> = ForkResetValue::new();
         std::thread::scope(|scope| {
             for _ in 0..8 {
                 scope.spawn(|| (0..1000).for_each(|_| COUNT.with(|count| *count += 1)));
@@ -63,10 +63,10 @@ mod tests {
 
     #[test]
     fn the_value_of_another_process_is_neither_used_nor_dropped() {
-        static HELD: ProcessValue<Arc<()>> = ProcessValue::new();
+        static HELD: ForkResetValue<Arc<()>> = ForkResetValue::new();
         let parents = HELD.with(|held| Arc::clone(held));
-        let owned = HELD.owned_value();
-        let copy = OwnedValue { process_id: owned.process_id + 1, value: Mutex::new(parents) };
+        let owned = HELD.value_of_this_process();
+        let copy = PidTaggedValue { process_id: owned.process_id + 1, value: Mutex::new(parents) };
         let copy = Arc::new(copy);
         HELD.0.store(Some(Arc::clone(&copy)));
         let locked = copy.value.lock().unwrap();
