@@ -72,7 +72,7 @@ def operations() -> None:
     tf.config.threading.set_intra_op_parallelism_threads(1)
     import farandole.tensorflow as hvd  # noqa: PLC0415
     import farandole.torch as torched  # noqa: PLC0415
-    from farandole.tensorflow._library import ops  # noqa: PLC0415
+    from farandole.tensorflow._native_ops import ops  # noqa: PLC0415
 
     torch.set_num_threads(1)
     hvd.init()

@@ -59,7 +59,7 @@ struct ByteRange {
 }
 
 impl ByteRange {
-    fn from_slice(bytes: &mut [u8]) -> Self {
+    fn borrowed_byte_range(bytes: &mut [u8]) -> Self {
         // An address and no reference: Python writes to the memory while Rust still owns it.
         Self { address: bytes.as_mut_ptr().expose_provenance(), length: bytes.len() }
     }
@@ -90,12 +90,12 @@ struct SharedBatch {
 impl SharedBatch {
     /// Gives the bytes away: from now on only Python touches them.
     fn new(mut batch: reader::Batch) -> Self {
-        let whole = ByteRange::from_slice(batch.buffer_mut());
+        let whole = ByteRange::borrowed_byte_range(batch.buffer_mut());
         let columns = 0..batch.fields().len();
         let texts = columns.map(|index| {
             batch
                 .offsets_and_values_to_share(index)
-                .map(|(ends, values)| [ends, values].map(ByteRange::from_slice))
+                .map(|(ends, values)| [ends, values].map(ByteRange::borrowed_byte_range))
         });
         let texts = texts.collect();
         Self { batch, whole, texts }
@@ -293,7 +293,7 @@ pub(crate) struct DecodedPixels {
 impl DecodedPixels {
     /// Gives bytes away to Python.
     pub(crate) fn from_bytes(mut values: Vec<u8>) -> Self {
-        Self { span: ByteRange::from_slice(&mut values), _memory: Box::new(values) }
+        Self { span: ByteRange::borrowed_byte_range(&mut values), _memory: Box::new(values) }
     }
 
     /// Gives floats away to Python.

@@ -102,8 +102,8 @@ impl EmbeddingInterpreter for EmbeddingPythonInterpreter {
     ) -> Result<Arc<dyn JobViewer>, String> {
         Python::attach(|py| {
             let made = py
-                .import("farandole.runner.show.watched")
-                .and_then(|module| module.call_method1("Watch", (store, name, ranks)));
+                .import("farandole.runner.show.function_runs")
+                .and_then(|module| module.call_method1("JobRunReporter", (store, name, ranks)));
             let made = made.map_err(|error| error.to_string())?;
             Ok(Arc::new(PythonRunWatch {
                 object: made.unbind(),

@@ -125,7 +125,7 @@ impl GpuKernels {
         let types = (dtype_from_number(tensor)?, dtype_from_number(buffer)?);
         // SAFETY: the caller passes addresses of live tensors with their own lengths and the stream
         // it uses them on.
-        unsafe { self.0.transfer_tensors(pack, &tensors, types, base, factor, stream) }
+        unsafe { self.0.pack_or_unpack_tensors(pack, &tensors, types, base, factor, stream) }
             .map_err(cuda_exception)
     }
 

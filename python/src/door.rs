@@ -22,7 +22,7 @@ pub(crate) fn register_submodule(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// again.
 #[pyfunction]
 fn note_all_joined() {
-    farandole_ffi::record_join();
+    farandole_ffi::restart_numbers_after_join();
 }
 
 /// Returns the number of times that all ranks have joined in this session.

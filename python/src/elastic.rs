@@ -26,8 +26,8 @@ use pyo3::types::PyBytes;
 
 use crate::error::to_exception;
 use crate::hosts::{launcher_exception, remote_shell};
+use crate::interruptible_wait::wait_interruptibly;
 use crate::launcher::PyWorkerOutcome;
-use crate::runtime::wait_interruptibly;
 
 /// News that wait to be taken; then the job waits.
 // Bounded, so that a driver that takes no events slows the job down instead of filling its memory.

@@ -24,8 +24,8 @@ use crate::device::{
     allocate_registered_memory, open_device,
 };
 use crate::error::{WorkerDismissed, to_exception};
+use crate::interruptible_wait;
 use crate::registrar::read_configuration;
-use crate::runtime;
 use crate::tensor::{
     GatheredTensor, SharedTensorMemory, advise_large_pages, copy_memory, dtype_from_number,
     reduce_op_from_number, tensor_buffer,
@@ -178,7 +178,7 @@ fn host_registrar(py: Python<'_>, size: u32, one_host: bool) -> PyResult<String>
 /// Returns the identity of this machine's memory: equal in processes that may share memory.
 #[pyfunction]
 fn shared_memory_identity() -> String {
-    farandole::registrar::host::host_facts().host_hash().0
+    farandole::registrar::local_host_facts::host_facts().host_hash().0
 }
 
 /// Returns a variable and its value for the processes that this one starts: they have not its rank.
@@ -566,7 +566,7 @@ fn wait(py: Python<'_>, handle: u64, timeout: Option<f64>) -> PyResult<Option<Py
     let session = current_session()?;
     let limit = timeout.map(|seconds| Duration::try_from_secs_f64(seconds).unwrap_or_default());
     let deadline = limit.and_then(|limit| Instant::now().checked_add(limit));
-    let completion = runtime::wait_interruptibly(py, deadline, |slice| {
+    let completion = interruptible_wait::wait_interruptibly(py, deadline, |slice| {
         session
             .engine()
             .wait(RequestHandle(handle), slice)

@@ -44,7 +44,7 @@ pub(crate) fn launcher_exception(failure: &Error) -> PyErr {
 /// Returns the networks of these interfaces, and a warning if this host lacks some.
 #[pyfunction]
 fn networks_of_interfaces(interfaces: Vec<String>) -> PyResult<(String, Option<String>)> {
-    let networks = farandole::registrar::host::interface_networks(&interfaces)
+    let networks = farandole::registrar::local_host_facts::interface_networks(&interfaces)
         .map_err(|failure| registrar_error(&failure))?;
     let warning = networks.missing_network_warning();
     Ok((networks.bind_list, warning))
@@ -55,7 +55,8 @@ fn networks_of_interfaces(interfaces: Vec<String>) -> PyResult<(String, Option<S
 #[pyfunction]
 fn listen_address_and_ports() -> PyResult<(Option<String>, u16, u16)> {
     let config = read_configuration(&[])?;
-    let address = farandole::registrar::host::resolve_bind_address(&config.bind_address);
+    let address =
+        farandole::registrar::local_host_facts::resolve_bind_address(&config.bind_address);
     let address = address.map_err(|failure| registrar_error(&failure))?;
     Ok((
         address.map(|address| address.to_string()),

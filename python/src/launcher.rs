@@ -20,10 +20,10 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::error::to_exception;
+use crate::interruptible_wait::wait_interruptibly;
 use crate::registrar::{
     exit_code_and_signal, read_configuration, registrar_exception as registrar_error,
 };
-use crate::runtime::wait_interruptibly;
 
 /// Longest time in which a worker's first report must reach the registrar, and its last ones at
 /// exit.

@@ -20,12 +20,12 @@ mod engine;
 mod error;
 mod hosts;
 mod images;
+mod interruptible_wait;
 mod launcher;
 mod logging;
 mod prepare;
 mod reader;
 mod registrar;
-mod runtime;
 mod settings;
 mod store;
 mod tensor;
@@ -37,11 +37,11 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 /// Fills one submodule.
-type Register = fn(&Bound<'_, PyModule>) -> PyResult<()>;
+type RegisterSubmoduleFn = fn(&Bound<'_, PyModule>) -> PyResult<()>;
 
 /// Every submodule: its name below `farandole._native`, and the function that fills it. Append
 /// yours.
-const NATIVE_SUBMODULES: &[(&str, Register)] = &[
+const NATIVE_SUBMODULES: &[(&str, RegisterSubmoduleFn)] = &[
     ("cli", cli::register_submodule),
     ("compress", compress::register_submodule),
     ("cuda", cuda::register_submodule),

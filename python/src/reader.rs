@@ -18,7 +18,7 @@ use pyo3::types::{PyFloat, PyTuple};
 
 use crate::arrow::{Batch, BatchColumn};
 use crate::error::error_chain_message;
-use crate::{runtime, store};
+use crate::{interruptible_wait, store};
 
 /// The fill, the greatest length, the step of lengths and whether all batches have the greatest
 /// length; see [`RowPadding`].
@@ -124,7 +124,7 @@ impl PyTableColumn {
 /// Path, values of columns that the file lacks, and little-endian positions of deleted rows.
 type PyTableFile = (String, FileValues, Vec<u8>);
 
-fn parse_file((path, defaults, deleted): PyTableFile) -> TableFile {
+fn parse_table_file((path, defaults, deleted): PyTableFile) -> TableFile {
     let (positions, _) = deleted.as_chunks();
     TableFile {
         path,
@@ -134,9 +134,9 @@ fn parse_file((path, defaults, deleted): PyTableFile) -> TableFile {
 }
 
 /// A number that replaces missing values, as Python has it.
-struct Fill(FillValue);
+struct PyFillValue(FillValue);
 
-impl<'py> FromPyObject<'_, 'py> for Fill {
+impl<'py> FromPyObject<'_, 'py> for PyFillValue {
     type Error = PyErr;
 
     fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
@@ -201,7 +201,7 @@ impl Dataset {
         columns: Vec<PyTableColumn>,
     ) -> PyResult<Self> {
         let columns = columns.into_iter().map(PyTableColumn::parse).collect::<PyResult<_>>()?;
-        let files: Vec<TableFile> = files.into_iter().map(parse_file).collect();
+        let files: Vec<TableFile> = files.into_iter().map(parse_table_file).collect();
         let opened = py.detach(|| reader::ParquetDataset::open_table(url, &files, columns));
         opened.map(|dataset| Self(Arc::new(dataset))).map_err(reader_exception)
     }
@@ -260,7 +260,7 @@ impl Reader {
         threads: Option<usize>,
         tail: &str,
         cast: Option<HashMap<String, String>>,
-        fill: Option<HashMap<String, Fill>>,
+        fill: Option<HashMap<String, PyFillValue>>,
         allow_nan: bool,
         pad: Option<HashMap<String, Pad>>,
         cache: Option<String>,
@@ -278,7 +278,7 @@ impl Reader {
         };
         let (rank, threads, cast) = (Rank(rank), threads.unwrap_or(2), cast.unwrap_or_default());
         let fill = fill.unwrap_or_default();
-        let fill = fill.into_iter().map(|(name, Fill(value))| (name, value)).collect();
+        let fill = fill.into_iter().map(|(name, PyFillValue(value))| (name, value)).collect();
         let padding = |(name, (fill, most, step, fixed))| {
             (name, RowPadding { fill, max_values: most, step, fixed })
         };
@@ -336,7 +336,7 @@ impl EpochBatches {
     }
 
     fn __next__(&self, py: Python<'_>) -> PyResult<Option<Batch>> {
-        let next = runtime::wait_interruptibly(py, None, |timeout| {
+        let next = interruptible_wait::wait_interruptibly(py, None, |timeout| {
             let inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
             match inner
                 .as_ref()

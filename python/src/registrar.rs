@@ -15,7 +15,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 
 use crate::error::to_exception;
-use crate::runtime::wait_interruptibly;
+use crate::interruptible_wait::wait_interruptibly;
 
 /// Fills the submodule.
 pub(crate) fn register_submodule(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -27,7 +27,7 @@ pub(crate) fn register_submodule(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// Returns the hash by which ranks are grouped into hosts.
 #[pyfunction]
 fn host_hash() -> String {
-    registrar::host::host_facts().host_hash().0
+    registrar::local_host_facts::host_facts().host_hash().0
 }
 
 pub(crate) fn registrar_exception(error: &registrar::Error) -> PyErr {

@@ -55,9 +55,9 @@ pub(crate) fn store_exception(error: Error) -> PyErr {
 type SweptPaths = (Vec<(String, usize, u64)>, Vec<(String, String)>);
 
 /// Name, bytes, seconds since the epoch, whether it is a directory.
-type Item = (String, u64, Option<f64>, bool);
+type DirectoryItemTuple = (String, u64, Option<f64>, bool);
 
-fn item_to_python(item: store::DirectoryItem) -> Item {
+fn item_to_python(item: store::DirectoryItem) -> DirectoryItemTuple {
     let seconds = item.modified.and_then(|time| time.duration_since(SystemTime::UNIX_EPOCH).ok());
     (item.name, item.bytes, seconds.map(|time| time.as_secs_f64()), item.is_directory)
 }
@@ -189,12 +189,12 @@ impl Store {
         Ok(PyBytes::new(py, bytes.first().map_or(&[][..], |bytes| bytes)))
     }
 
-    fn stat(&self, py: Python<'_>, path: &str) -> PyResult<Item> {
+    fn stat(&self, py: Python<'_>, path: &str) -> PyResult<DirectoryItemTuple> {
         py.detach(|| self.0.stat(path)).map(item_to_python).map_err(store_exception)
     }
 
     #[pyo3(signature = (path = ""))]
-    fn list_directory(&self, py: Python<'_>, path: &str) -> PyResult<Vec<Item>> {
+    fn list_directory(&self, py: Python<'_>, path: &str) -> PyResult<Vec<DirectoryItemTuple>> {
         let items = py.detach(|| self.0.list_directory(path)).map_err(store_exception)?;
         Ok(items.into_iter().map(item_to_python).collect())
     }

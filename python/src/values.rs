@@ -13,8 +13,8 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::error::to_exception;
+use crate::interruptible_wait;
 use crate::registrar::registrar_exception;
-use crate::runtime;
 
 /// Fills the submodule.
 pub(crate) fn register_submodule(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -47,15 +47,16 @@ fn wait_for_value<'py>(
         session::current_session().map_err(|failure| to_exception(failure.fault(), &failure))?;
     let limit = Duration::try_from_secs_f64(timeout.max(0.0))
         .map_err(|error| PyValueError::new_err(format!("timeout: {error}")))?;
-    let found = runtime::wait_interruptibly(py, Some(Instant::now() + limit), |slice| {
-        let client = session.client().ok_or_else(no_registrar_exception)?;
-        match client.await_value(key, Instant::now() + slice) {
-            Ok(value) => Ok(Some(value)),
-            // A slice is over, not the whole wait.
-            Err(registrar::Error::Timeout { .. }) => Ok(None),
-            Err(failure) => Err(registrar_exception(&failure)),
-        }
-    })?;
+    let found =
+        interruptible_wait::wait_interruptibly(py, Some(Instant::now() + limit), |slice| {
+            let client = session.client().ok_or_else(no_registrar_exception)?;
+            match client.await_value(key, Instant::now() + slice) {
+                Ok(value) => Ok(Some(value)),
+                // A slice is over, not the whole wait.
+                Err(registrar::Error::Timeout { .. }) => Ok(None),
+                Err(failure) => Err(registrar_exception(&failure)),
+            }
+        })?;
     Ok(found.map(|value| PyBytes::new(py, &value)))
 }
 

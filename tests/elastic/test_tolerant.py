@@ -178,7 +178,7 @@ def test_a_rank_that_took_a_state_skips_its_step_if_the_agreement_fails_after_th
 ) -> None:
     import farandole.torch as hvd
     from farandole.common.exceptions import FarandoleInternalError
-    from farandole.torch import _tolerant
+    from farandole.torch import _fault_tolerance
 
     worlds: list[list[list[int]]] = []
 
@@ -195,14 +195,14 @@ def test_a_rank_that_took_a_state_skips_its_step_if_the_agreement_fails_after_th
 
     hvd.init()
     try:
-        tolerance = _tolerant.FaultTolerance(
+        tolerance = _fault_tolerance.FaultTolerance(
             torch.optim.SGD(model().parameters(), lr=0.1), is_elastic=True
         )
         tolerance.agree_with_new_world()
-        monkeypatch.setattr(_tolerant, "leave_and_join", lambda: None)
-        monkeypatch.setattr(_tolerant, "allgather", statuses)
-        monkeypatch.setattr(_tolerant, "allgather_object", exchange)
-        monkeypatch.setattr(_tolerant, "require_same_model", lambda *_: None)
+        monkeypatch.setattr(_fault_tolerance, "leave_and_join", lambda: None)
+        monkeypatch.setattr(_fault_tolerance, "allgather", statuses)
+        monkeypatch.setattr(_fault_tolerance, "allgather_object", exchange)
+        monkeypatch.setattr(_fault_tolerance, "require_same_model", lambda *_: None)
         monkeypatch.setattr(
             tolerance, "_send_state_to_ranks_behind", lambda roles: worlds.append([*roles])
         )

@@ -185,13 +185,14 @@ class Alone:
 def alone() -> Iterator[Alone]:
     import farandole.torch as hvd
     import farandole.torch.distributed  # noqa: F401 - the backend
-    from farandole.torch import _tolerant
+    from farandole.torch import _fault_tolerance
 
     dist.init_process_group("farandole", init_method="farandole://", timeout=LIMIT)
     try:
         yield Alone()
     finally:
-        _tolerant._owners.clear()  # the traceback of a failed test has references to its model
+        # The traceback of a failed test has references to its model.
+        _fault_tolerance._owners.clear()
         dist.destroy_process_group()
         hvd.shutdown()
 
@@ -199,10 +200,12 @@ def alone() -> Iterator[Alone]:
 def test_rejoin_before_the_step_of_the_optimizer_waits_for_the_next_backward_pass(
     alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from farandole.torch import _tolerant
+    from farandole.torch import _fault_tolerance
 
     left: list[int] = []
-    monkeypatch.setattr(_tolerant, "leave_and_join", lambda: left.append(alone.tolerance.steps))
+    monkeypatch.setattr(
+        _fault_tolerance, "leave_and_join", lambda: left.append(alone.tolerance.steps)
+    )
     assert alone.model is not None
     alone.backward()
     alone.model.rejoin()
@@ -220,7 +223,7 @@ def test_a_step_with_the_results_of_another_rank_counts_when_the_agreement_has_e
 ) -> None:
     from farandole.common.exceptions import FarandoleInternalError
     from farandole.data.row_assignment import RowAssignment, UnassignedRows
-    from farandole.torch import _tolerant
+    from farandole.torch import _fault_tolerance
     from farandole.torch.distributed import _fault_tolerant
 
     told: list[list[int]] = []
@@ -242,10 +245,10 @@ def test_a_step_with_the_results_of_another_rank_counts_when_the_agreement_has_e
             raise FarandoleInternalError("the rank that has finished the step is lost")
         return [record]
 
-    monkeypatch.setattr(_tolerant, "leave_and_join", lambda: None)
-    monkeypatch.setattr(_tolerant, "allgather", statuses)
-    monkeypatch.setattr(_tolerant, "allgather_object", exchange)
-    monkeypatch.setattr(_tolerant, "require_same_model", lambda *_: None)
+    monkeypatch.setattr(_fault_tolerance, "leave_and_join", lambda: None)
+    monkeypatch.setattr(_fault_tolerance, "allgather", statuses)
+    monkeypatch.setattr(_fault_tolerance, "allgather_object", exchange)
+    monkeypatch.setattr(_fault_tolerance, "require_same_model", lambda *_: None)
     monkeypatch.setattr(_fault_tolerant, "transfer_tensors", lambda *_: None)
     monkeypatch.setattr(alone.tolerance, "_is_elastic", True)
     turns = alone.tolerance._row_assignments["rows"] = RowAssignment(
@@ -263,7 +266,7 @@ def test_a_step_with_the_results_of_another_rank_counts_when_the_agreement_has_e
 def test_a_new_rank_gets_the_tensors_that_are_buffers_at_that_time(
     alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from farandole.torch import _tolerant
+    from farandole.torch import _fault_tolerance
     from farandole.torch._state_transfer import TransferRoles
 
     sent: dict[str, list[int]] = {}
@@ -271,8 +274,8 @@ def test_a_new_rank_gets_the_tensors_that_are_buffers_at_that_time(
     def move(name: str, tensors: list[torch.Tensor], _: TransferRoles) -> None:
         sent[name] = [tensor.data_ptr() for tensor in tensors]
 
-    monkeypatch.setattr(_tolerant, "transfer_tensors", move)
-    monkeypatch.setattr(_tolerant, "allgather", lambda own, **_: torch.cat([own, own]))
+    monkeypatch.setattr(_fault_tolerance, "transfer_tensors", move)
+    monkeypatch.setattr(_fault_tolerance, "allgather", lambda own, **_: torch.cat([own, own]))
     alone.backward()
     alone.tolerance._send_state_to_ranks_behind(TransferRoles([0], [1]))
     assert sent["tolerant.other"] == [alone.network.average.data_ptr()]

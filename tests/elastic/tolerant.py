@@ -25,8 +25,8 @@ import torch.distributed as dist
 import farandole.torch as hvd
 from farandole.common import basics
 from farandole.common.exceptions import FarandoleInternalError
-from farandole.torch import _state_transfer, _tolerant
-from farandole.torch._tolerant import FaultTolerantReducer
+from farandole.torch import _fault_tolerance, _state_transfer
+from farandole.torch._fault_tolerance import FaultTolerantReducer
 
 STEPS_FROM = 3
 """The schedule of learning rates halves them that often."""
@@ -127,7 +127,7 @@ def watch_transfers(plan: dict[str, Any]) -> None:
     """Notes the transfers to this rank that fail."""
     if "piece" in plan:
         _state_transfer._MAX_PIECE_BYTES = _state_transfer._LARGE_TENSOR_BYTES = plan["piece"]
-    move = _tolerant.transfer_tensors
+    move = _fault_tolerance.transfer_tensors
 
     def watched(name: str, tensors: Any, roles: Any) -> None:
         try:
@@ -137,7 +137,7 @@ def watch_transfers(plan: dict[str, Any]) -> None:
                 interrupted.append(name)
             raise
 
-    _tolerant.transfer_tensors = watched
+    _fault_tolerance.transfer_tensors = watched
 
 
 def average(value: torch.Tensor, tolerant: Any) -> None:

@@ -13,7 +13,7 @@ import os
 import torch
 
 from farandole.common.handles import HandleTable
-from farandole.torch import _device, _handles
+from farandole.torch import _gpu_tensors, _handles
 
 LATE_SECONDS = 0.3
 """Seconds that the framework's own work takes where it is late."""
@@ -21,10 +21,12 @@ LATE_SECONDS = 0.3
 
 def restore_host_tensors():
     """Ends the play: from now on torch's tensors are on the host."""
-    if hasattr(_device, "real_functions"):
-        _device.gpu_ordinal_of, _device.current_stream_handle, HandleTable.submit_operation = (
-            _device.real_functions
-        )
+    if hasattr(_gpu_tensors, "real_functions"):
+        (
+            _gpu_tensors.gpu_ordinal_of,
+            _gpu_tensors.current_stream_handle,
+            HandleTable.submit_operation,
+        ) = _gpu_tensors.real_functions
         _handles.table.__dict__.pop("wait_for_gpu_result", None)
 
 
@@ -33,17 +35,17 @@ class FakeGpu:
 
     def __init__(self, ordinal):
         restore_host_tensors()
-        _device.real_functions = (
-            _device.gpu_ordinal_of,
-            _device.current_stream_handle,
+        _gpu_tensors.real_functions = (
+            _gpu_tensors.gpu_ordinal_of,
+            _gpu_tensors.current_stream_handle,
             HandleTable.submit_operation,
         )
         self.library = ctypes.CDLL(os.environ["FARANDOLE_CUDA_LIBRARIES"] + "/libcuda.so.1")
         self.library.fake_stream.restype = ctypes.c_void_p
         self.library.fake_count.restype = ctypes.c_long
         self.stream = ctypes.c_void_p(self.library.fake_stream())
-        _device.gpu_ordinal_of = lambda _: ordinal
-        _device.current_stream_handle = lambda _: self.stream.value
+        _gpu_tensors.gpu_ordinal_of = lambda _: ordinal
+        _gpu_tensors.current_stream_handle = lambda _: self.stream.value
         # A GPU's memory goes from hand to hand in the order of streams; that of the host must be
         # kept.
         held = []
@@ -55,7 +57,7 @@ class FakeGpu:
 
             return submit_and_keep
 
-        HandleTable.submit_operation = wrap_submit(_device.real_functions[2])
+        HandleTable.submit_operation = wrap_submit(_gpu_tensors.real_functions[2])
 
     def count(self, event):
         """Returns the number of events of a kind, such as `launches`."""

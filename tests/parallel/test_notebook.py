@@ -121,7 +121,7 @@ def test_a_kernel_has_warm_workers_and_shows_progress_as_text_or_nothing(client)
             import torch
             from farandole.runner import warm_workers
 
-            warm = warm_workers.choose_warm_workers(None, by_default=False)
+            warm = warm_workers.resolve_warm_worker_settings(None, by_default=False)
             print("warm workers" if warm else "none")
             with create_progress_display(0) as silent:
                 silent.show_message("never shown")

@@ -30,9 +30,9 @@ def operations_equal_one_process():
     import tensorflow as tf
 
     import farandole.tensorflow as hvd
-    from farandole.tensorflow import _fallback, _library
+    from farandole.tensorflow import _fallback, _native_ops
 
-    assert _library.ops is not _fallback, "the native ops are not in use"
+    assert _native_ops.ops is not _fallback, "the native ops are not in use"
     rank, size = hvd.rank(), hvd.size()
     everyones = [np.arange(6) + other for other in range(size)]
     mine = tf.constant(everyones[rank])

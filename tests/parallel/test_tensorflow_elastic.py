@@ -96,7 +96,7 @@ def keras_goes_on_in_the_middle_of_an_epoch(failing):
 
     import farandole.keras as hvd
     import farandole.tensorflow as htf
-    from farandole._keras.values import as_array
+    from farandole._keras.value_collectives import to_numpy_array
 
     rank = hvd.rank()
     x, y = np.ones((8, 2), np.float32) * (rank + 1), np.zeros((8, 1), np.float32)
@@ -114,7 +114,7 @@ def keras_goes_on_in_the_middle_of_an_epoch(failing):
                     raise htf.HorovodInternalError("told to")
 
         def on_epoch_end(self, epoch, logs=None):  # noqa: ARG002 - Keras's
-            seen.append(int(as_array(model.optimizer.iterations)))
+            seen.append(int(to_numpy_array(model.optimizer.iterations)))
 
     kind = hvd.elastic.KerasState if rank == 0 else htf.elastic.TensorFlowKerasState
     state = kind(model, batch=0, epoch=0)

@@ -284,9 +284,9 @@ def a_step_needs_no_more_than_one_call_of_the_stand_ins(lacks):
         warnings.simplefilter("always")
         import farandole.keras as keras_hvd
         import farandole.tensorflow as hvd
-        from farandole.tensorflow import _fallback, _library
+        from farandole.tensorflow import _fallback, _native_ops
 
-        assert _library.ops is _fallback
+        assert _native_ops.ops is _fallback
         rank = hvd.rank()
         weights = [tf.Variable(tf.ones(size)) for size in (2, 3, 5)]
 

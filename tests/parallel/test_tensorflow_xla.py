@@ -196,7 +196,7 @@ def what_cannot_be_compiled_says_why():
     import tensorflow as tf
 
     import farandole.tensorflow as hvd
-    from farandole.tensorflow import splitting, xla
+    from farandole.tensorflow import xla, xla_function_splitting
 
     def compiled(function, *specs):
         return tf.function(function, jit_compile=True, input_signature=specs or None)
@@ -217,13 +217,16 @@ def what_cannot_be_compiled_says_why():
         different(tf.ones([3 + hvd.rank()]))
     close(compiled(lambda x: hvd.allreduce(x, op=hvd.Sum))(tf.ones(3)), [2.0] * 3, "afterwards")
     # Where the custom call is not to be had, nor a function to be split.
-    kept = xla.xla_unsupported_reason, splitting.is_split_possible
-    xla.xla_unsupported_reason, splitting.is_split_possible = lambda: "some reason", lambda: False
+    kept = xla.xla_unsupported_reason, xla_function_splitting.is_split_possible
+    xla.xla_unsupported_reason, xla_function_splitting.is_split_possible = (
+        lambda: "some reason",
+        lambda: False,
+    )
     try:
         with pytest.raises(NotImplementedError, match="for some reason; reduce outside of it"):
             compiled(hvd.allreduce)(tf.ones(5))
     finally:
-        xla.xla_unsupported_reason, splitting.is_split_possible = kept
+        xla.xla_unsupported_reason, xla_function_splitting.is_split_possible = kept
 
 
 def test_collectives_are_compiled_by_xla(tensorflow_pair):

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import farandole.numpy as hvd
-from farandole.numpy.plain import broadcast_plain
+from farandole.numpy.plain_value_exchange import broadcast_plain
 
 
 def cells(port, path="farandole"):

@@ -11,7 +11,7 @@ from tests.parallel import fake_gpu
 from tests.parallel.fake_gpu import LATE_SECONDS, FakeGpu, restore_host_tensors
 
 import farandole.torch as hvd
-from farandole.torch import _device, _handles, _reducer
+from farandole.torch import _gpu_tensors, _handles, _reducer
 
 cloudpickle.register_pickle_by_value(fake_gpu)  # workers import no test
 
@@ -25,7 +25,9 @@ def train(on_gpu, as_view):
         gpu = FakeGpu(hvd.local_rank())
         # A CPU's work is not on the stream: what reads a result must wait for it as the stream
         # would.
-        _device.gpu_ordinal_of = lambda tensor: hvd.local_rank() if tensor.is_floating_point() else None
+        _gpu_tensors.gpu_ordinal_of = lambda tensor: (
+            hvd.local_rank() if tensor.is_floating_point() else None
+        )
         reach = _handles.table.wait_for_gpu_result
 
         def reach_and_wait(reached):
@@ -119,7 +121,7 @@ def captured_backward(as_view):
     _reducer.is_in_cuda_graph_capture = lambda tensor: asked.append(tensor) is None
     layer(torch.full((1, 3), hvd.rank() + 1.0)).sum().backward()
     _reducer.is_in_cuda_graph_capture = captured
-    busy = optimizer._reducer.is_busy()
+    busy = optimizer._reducer.has_started_reduction()
     # As a graph that is replayed: gradients are there, and no hook was called.
     layer.weight.grad.fill_(10.0 * (hvd.rank() + 1))
     optimizer.step()

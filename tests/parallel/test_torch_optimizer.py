@@ -348,9 +348,9 @@ def reduced_beside_the_backward_pass(cores):
         reference.zero_grad()
         hidden = first(batch_of(hvd.rank(), step))
         # Called when the last layer's gradients are there and the first one's are not.
-        hidden.register_hook(lambda _: busy.append(optimizer._reducer.is_busy()))
+        hidden.register_hook(lambda _: busy.append(optimizer._reducer.has_started_reduction()))
         (torch.nn.Sequential(*rest)(hidden) ** 2).sum().backward()
-        busy.append(optimizer._reducer.is_busy())
+        busy.append(optimizer._reducer.has_started_reduction())
         for rank in range(hvd.size()):
             (loss_of(alone, rank, step) / hvd.size()).backward()
         optimizer.step()

@@ -227,7 +227,7 @@ def states_of_a_new_rank(name, dtype, new):
     """Returns the states of all ranks after some ranks have trained alike and new ranks have
     joined.
     """
-    from farandole.torch._tolerant import FaultTolerance
+    from farandole.torch._fault_tolerance import FaultTolerance
 
     small_pieces()
     torch.manual_seed(hvd.rank() if hvd.rank() in new else 100)
@@ -276,7 +276,7 @@ def a_rank_with_another_state():
     """The state of the second rank has other tensors, as with an optimizer that creates them
     when it needs them.
     """
-    from farandole.torch._tolerant import FaultTolerance
+    from farandole.torch._fault_tolerance import FaultTolerance
 
     rank = hvd.rank()
     network = model()
@@ -303,29 +303,29 @@ def senders_that_differ():
     """Returns the state that a new rank gets in parts from two ranks that did not reduce one of
     two parameters.
     """
-    from farandole.torch import _tolerant
+    from farandole.torch import _fault_tolerance
 
     small_pieces()
     rank = hvd.rank()
     parameters = [torch.nn.Parameter(torch.full((1000,), float(start))) for start in (7, rank)]
     optimizer = OPTIMIZERS["SGD with momentum"](parameters)
-    tolerance = _tolerant.FaultTolerance(optimizer, False)
+    tolerance = _fault_tolerance.FaultTolerance(optimizer, False)
     if rank < 2:
         for parameter in parameters:
             parameter.grad = parameter.detach().clone()
         optimizer.step()
         tolerance.steps, tolerance._has_whole_state, tolerance._is_new = 1, True, False
-    moved, move = {}, _tolerant.transfer_tensors
+    moved, move = {}, _fault_tolerance.transfer_tensors
 
     def watched(name, tensors, roles):
         moved[name] = len(tensors), roles.senders
         move(name, tensors, roles)
 
-    _tolerant.transfer_tensors = watched
+    _fault_tolerance.transfer_tensors = watched
     try:
         tolerance.agree_with_new_world()
     finally:
-        _tolerant.transfer_tensors = move
+        _fault_tolerance.transfer_tensors = move
         usual_pieces()
     state = [
         optimizer.state[parameter]["momentum_buffer"].unique().tolist() for parameter in parameters
@@ -343,22 +343,22 @@ def test_tensors_that_differ_between_senders_come_from_one_of_them(trio):
 
 
 def a_sender_with_other_options():
-    from farandole.torch import _tolerant
+    from farandole.torch import _fault_tolerance
 
     rank = hvd.rank()
     optimizer = OPTIMIZERS["SGD"]([torch.nn.Parameter(torch.ones(8))])
-    tolerance = _tolerant.FaultTolerance(optimizer, False)
+    tolerance = _fault_tolerance.FaultTolerance(optimizer, False)
     if rank < 2:
         optimizer.param_groups[0]["lr"] = 0.5 + rank
         tolerance.steps, tolerance._has_whole_state, tolerance._is_new = 1, True, False
-    senders, move = [], _tolerant.transfer_tensors
-    _tolerant.transfer_tensors = lambda name, tensors, roles: (
+    senders, move = [], _fault_tolerance.transfer_tensors
+    _fault_tolerance.transfer_tensors = lambda name, tensors, roles: (
         senders.append(roles.senders) or move(name, tensors, roles)
     )
     try:
         tolerance.agree_with_new_world()
     finally:
-        _tolerant.transfer_tensors = move
+        _fault_tolerance.transfer_tensors = move
     return senders, optimizer.param_groups[0]["lr"]
 
 
@@ -381,7 +381,7 @@ class Counter:
 
 def a_source_that_has_not_shared():
     """Rank 0 gets a state from rank 2, and sends it to rank 1 before it shares its own object."""
-    from farandole.torch._tolerant import FaultTolerance
+    from farandole.torch._fault_tolerance import FaultTolerance
 
     rank = hvd.rank()
     counter = Counter(5 if rank == 2 else 0)
@@ -407,7 +407,7 @@ def test_a_source_sends_what_has_come_for_objects_that_it_has_not_shared(trio):
 
 
 def another_model():
-    from farandole.torch._tolerant import FaultTolerance
+    from farandole.torch._fault_tolerance import FaultTolerance
 
     network = torch.nn.Linear(3, 2 + (hvd.rank() == 1))
     try:
@@ -426,7 +426,7 @@ def test_all_ranks_hear_that_one_has_another_model(trio):
 
 
 def other_groups():
-    from farandole.torch._tolerant import FaultTolerance
+    from farandole.torch._fault_tolerance import FaultTolerance
 
     weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     groups = [{"params": [one]} for one in weights] if hvd.rank() == 2 else weights

@@ -461,9 +461,9 @@ def untried_losses() -> list[str]:
 def main() -> None:
     logging.disable(logging.WARNING)
     if os.environ["KERAS_BACKEND"] == "torch":
-        from farandole.spark.torch.training import compiler
+        from farandole.spark.torch.training import deferred_compiler
 
-        compiler.defer_compiler()  # Keras imports it, and no cell compiles a model
+        deferred_compiler.defer_compiler()  # Keras imports it, and no cell compiles a model
     from tests.parity.gang import StandingGang
 
     found: dict[int, StandingGang] = {}

@@ -19,7 +19,7 @@ import farandole.torch as hvd
 from farandole.data import prepare_data
 from farandole.ray import RayBackend
 from farandole.spark.common import LocalBackend, SparkBackend
-from farandole.spark.common.data.reading import PROBE_PART_ROWS
+from farandole.spark.common.data.training_data import PROBE_PART_ROWS
 from farandole.spark.torch import TorchEstimator
 from farandole.spark.torch.loss_probe import PartLoss, check_whole_against_parts
 
@@ -98,7 +98,9 @@ def test_parts_show_that_a_loss_is_no_mean_whatever_the_rows_are(loss):
         output, label = values[0], values[1].abs()
         parts = zip(output.split(PROBE_PART_ROWS), label.split(PROBE_PART_ROWS), strict=True)
         with pytest.raises(ValueError, match="is no mean"):
-            check_whole_against_parts(part_loss(output, label), [part_loss(*one) for one in parts], "loss")
+            check_whole_against_parts(
+                part_loss(output, label), [part_loss(*one) for one in parts], "loss"
+            )
 
 
 def test_labels_that_only_the_last_rows_have_are_tried(tmp_path):

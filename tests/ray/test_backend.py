@@ -70,7 +70,7 @@ def test_commits_on_ray_are_sealed_by_the_secret_of_the_driver(
     monkeypatch.setenv(checkpoint_signatures.SECRET_VARIABLE, "mine")
     backend = RayBackend(2, verbose=0, **bounds)
     assert backend.run(commits, (str(tmp_path), 2)) == [(0, False)] * 2
-    assert LocalStore(str(tmp_path)).to_remote("job").resume() is not None, (
+    assert LocalStore(str(tmp_path)).to_remote("job").read_checkpoint_to_resume() is not None, (
         "the seal is that of the driver's secret"
     )
     assert backend.run(commits, (str(tmp_path), 3)) == [(2, False)] * 2

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from pyarrow import fs
 
-from farandole.ray.trial import RankTuneSession
+from farandole.ray.trial_ranks import RankTuneSession
 from farandole.spark import task
 from ray import tune
 
@@ -44,7 +44,9 @@ def test_reports_of_successive_ranks_0_keep_their_own_checkpoints(tmp_path, sent
         return pickle.loads(session)  # each process gets the session of the trial
 
     session = pickle.dumps(
-        RankTuneSession("e", "t", "i", "d", None, None, fs.LocalFileSystem(), f"{tmp_path}/reported")
+        RankTuneSession(
+            "e", "t", "i", "d", None, None, fs.LocalFileSystem(), f"{tmp_path}/reported"
+        )
     )
     driver, rank, draw, expected = begin(), begin(), random.Random(seed), []
     for step in range(20):

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from writers import WRITERS
 
 from farandole.data import ParquetLoader, frame_loader, prepare_data
-from farandole.spark.common.model.arrow import ColumnFill, column_to_array
+from farandole.spark.common.model.arrow_arrays import ColumnFill, column_to_array
 
 FILE = "rows_of_the_cell.parquet"
 FILL = 1

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from farandole.data import ParquetLoader, frame_loader, open_table, prepare_data
-from farandole.data.datasets import write_dataset_link, open_dataset
+from farandole.data.datasets import open_dataset, write_dataset_link
 from farandole.stores.store import Store
 
 FILL = -7

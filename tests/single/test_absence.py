@@ -19,12 +19,12 @@ from tests.single.test_failed_writes import Trouble, TroubledStore
 
 import farandole
 from farandole._native import store as native
-from farandole.data import learning, prepared_directories, statistics
+from farandole.data import encoding_learning, prepared_directories, statistics
 from farandole.runner.show import journal as journals
 from farandole.spark.common import LocalStore, Store
-from farandole.spark.common.runs import driver
+from farandole.spark.common.runs import run_fingerprint_check
 from farandole.spark.common.runs.fingerprint import Fingerprint
-from farandole.stores import durable, remote_store, small_files
+from farandole.stores import durable_writes, remote_store, small_files
 
 pytestmark = pytest.mark.timeout(300)
 ERRNOS = (errno.EACCES, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.ELOOP)
@@ -90,9 +90,13 @@ def test_a_run_that_cannot_be_read_is_no_fresh_run(run, monkeypatch, code, name)
 @pytest.mark.parametrize("code", ERRNOS)
 @pytest.mark.parametrize("name", ["checkpoint", "_fingerprint.json"])
 def test_a_run_whose_record_cannot_be_read_is_not_begun(run, monkeypatch, code, name):
-    monkeypatch.setattr(driver, "Store", lambda url: Unreadable(native.Store(url), code, name))
+    monkeypatch.setattr(
+        run_fingerprint_check, "Store", lambda url: Unreadable(native.Store(url), code, name)
+    )
     with pytest.raises(OSError, match=os.strerror(code)):
-        driver.begin_run(run, "r", Fingerprint(()), 1, force=False, tell=lambda _: None)
+        run_fingerprint_check.check_or_store_fingerprint(
+            run, "r", Fingerprint(()), 1, force=False, tell=lambda _: None
+        )
     assert run.read("_fingerprint.json") is None
 
 
@@ -101,7 +105,7 @@ def test_a_run_whose_record_cannot_be_read_is_not_begun(run, monkeypatch, code, 
     "read",
     [
         statistics.read_statistics,
-        learning.read_encoding,
+        encoding_learning.read_encoding,
         prepared_directories._unfinished_preparation_key,
         lambda url: prepared_directories.NativeStore(url).exists("x"),
         lambda url: small_files.read_json(prepared_directories.NativeStore(url), "x"),
@@ -111,7 +115,7 @@ def test_a_run_whose_record_cannot_be_read_is_not_begun(run, monkeypatch, code, 
 def test_descriptions_of_data_are_absent_or_an_error(tmp_path, monkeypatch, code, read):
     url = f"file://{tmp_path}"
     assert not read(url) or read(url) == ([], [])
-    for module in (statistics, learning, prepared_directories):
+    for module in (statistics, encoding_learning, prepared_directories):
         monkeypatch.setattr(module, "NativeStore", lambda url: Unreadable(native.Store(url), code))
     with pytest.raises(OSError, match=os.strerror(code)):
         read(url)
@@ -148,7 +152,11 @@ def test_a_local_path_that_cannot_be_examined_is_not_absent(tmp_path, monkeypatc
     def stat(self, *, follow_symlinks=True):
         raise OSError(code, os.strerror(code), str(self))
 
-    looks = (durable.is_path_present, durable.is_present_file, durable.is_present_directory)
+    looks = (
+        durable_writes.is_path_present,
+        durable_writes.is_present_file,
+        durable_writes.is_present_directory,
+    )
     (tmp_path / "file").touch()
     found = {
         path: [look(path) for look in looks]
@@ -200,25 +208,26 @@ ALLOWED_LOOKS = {
     "runner/warm_workers.py": 1,
     "spark/keras/saving/onnx.py": 1,
     "spark/shim.py": 1,
-    "tensorflow/_library.py": 1,
-    "torch/_device.py": 1,
+    "tensorflow/_native_ops.py": 1,
+    "torch/_gpu_tensors.py": 1,
     # Directories of this process, whose absence or refusal has the same effect: another place.
-    "common/scratch.py": 2,
-    "data/memory.py": 1,
+    "common/scratch_directories.py": 2,
+    "data/data_memory_budget.py": 1,
     # Whether a page may link to a timeline on this host.
-    "runner/show/training.py": 1,
+    "runner/show/training_run_reports.py": 1,
     # A wait, after which the file is read.
     "tensorflow/data/compute_service.py": 1,
 }
 """Looks at local paths in each file. Python 3.14 and later take every error for absence there, so a
-new one uses `durable.is_path_present`, `is_present_file` or `is_present_directory`, or is added here."""
+new one uses `durable.is_path_present`, `is_present_file` or `is_present_directory`, or is added
+here."""
 STORE_LOOKS = {
     "data/inputs/delta_tables.py": 1,
-    "data/inputs/files.py": 2,
+    "data/inputs/file_discovery.py": 2,
     "data/inputs/iceberg_tables.py": 1,
     "data/prepared_directories.py": 3,
     "spark/common/estimator.py": 1,
-    "spark/common/runs/driver.py": 1,
+    "spark/common/runs/run_fingerprint_check.py": 1,
     "spark/common/saving/save_directory.py": 3,
     "stores/filesystem.py": 1,
     "stores/lease_files.py": 1,
@@ -249,5 +258,5 @@ def test_every_look_at_a_path_is_known():
 
 def test_a_store_made_in_memory_has_the_same_rule():
     run = Store.create("memory://absence").to_remote("r")
-    assert run.resume() is None
+    assert run.read_checkpoint_to_resume() is None
     assert run.read("x") is None

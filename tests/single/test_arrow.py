@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from farandole.spark.common.model.arrow import (
+from farandole.spark.common.model.arrow_arrays import (
     VECTOR_TYPE,
     column_fill,
     column_to_array,

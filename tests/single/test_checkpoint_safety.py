@@ -22,7 +22,7 @@ from tests.single.training import Here, fit, line, linear, weights, write
 from farandole._native import store as native
 from farandole.spark.common import LocalStore
 from farandole.spark.lightning import LightningEstimator
-from farandole.stores import durable
+from farandole.stores import durable_writes
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -42,7 +42,7 @@ def text_of(data):
 # A disk that loses power. An operation on names is `(removed, added, file)`.
 
 
-class Recorder(durable.DurableFileOperations):
+class Recorder(durable_writes.DurableFileOperations):
     """A file system that also records what it is asked."""
 
     def __init__(self, root, links=True):
@@ -132,8 +132,8 @@ def test_no_flipped_bit_of_an_archive_is_another_error_or_another_content():
         out.writestr("more", b"")
         out.comment = b"note"
     data = file.getvalue()
-    assert durable.find_damage(data) is None
-    found = [bit for bit in range(8 * len(data)) if durable.find_damage(flip_bit(data, bit))]
+    assert durable_writes.find_damage(data) is None
+    found = [bit for bit in range(8 * len(data)) if durable_writes.find_damage(flip_bit(data, bit))]
     assert len(found) > 4 * len(data)
     for bit in set(range(8 * len(data))) - set(found):
         assert contents(flip_bit(data, bit)) == contents(data)
@@ -145,7 +145,7 @@ def test_an_archive_with_a_compressed_member_is_refused(method):
     with zipfile.ZipFile(file, "w") as out:
         out.writestr("stored", bytes(99))
         out.writestr("weights", os.urandom(99), compress_type=method)
-    assert "weights" in (durable.find_damage(file.getvalue()) or "")
+    assert "weights" in (durable_writes.find_damage(file.getvalue()) or "")
 
 
 def test_a_run_whose_checkpoint_has_a_flipped_bit_continues_from_the_one_before(tmp_path):
@@ -157,7 +157,7 @@ def test_a_run_whose_checkpoint_has_a_flipped_bit_continues_from_the_one_before(
     directory = last.rindex(b"PK\x01\x02")
     for bit in range(8 * directory, 8 * directory + 8 * 30):
         store.write("checkpoint", flip_bit(last, bit))
-        found = durable.recover_last_checkpoint(store, "checkpoint")
+        found = durable_writes.recover_last_checkpoint(store, "checkpoint")
         assert text_of(found) in ("before", "last")
         store.write("checkpoint.previous", archive("before"))
 
@@ -169,7 +169,9 @@ def test_a_loss_of_power_at_any_moment_costs_at_most_the_checkpoint_that_is_writ
     disk = Recorder(tmp_path / "run", links)
     store = native.Store(str(disk.root))
     for epoch in range(1, 4):
-        durable.write_durably(store, "checkpoint", archive(str(epoch)), keeps=True, disk=disk)
+        durable_writes.write_durably(
+            store, "checkpoint", archive(str(epoch)), keeps=True, disk=disk
+        )
         disk.done(epoch)
     seen = set()
     for index, (done, files) in enumerate(disk.losses()):
@@ -177,7 +179,7 @@ def test_a_loss_of_power_at_any_moment_costs_at_most_the_checkpoint_that_is_writ
         after.mkdir()
         for name, data in files.items():
             (after / name).write_bytes(data)
-        found = durable.recover_last_checkpoint(native.Store(str(after)), "checkpoint")
+        found = durable_writes.recover_last_checkpoint(native.Store(str(after)), "checkpoint")
         epoch = 0 if found is None else int(text_of(found))
         assert epoch in (done, done + 1), (done, epoch, sorted(files))
         seen.add((done, epoch))
@@ -199,21 +201,21 @@ def test_the_recorder_sees_what_a_write_without_syncs_loses(tmp_path):
 def test_two_are_kept_on_every_store(tmp_path, url):
     store = native.Store(url.format(tmp_path))
     for epoch in (1, 2, 3):
-        durable.write_durably(store, "checkpoint", archive(str(epoch)), keeps=True)
+        durable_writes.write_durably(store, "checkpoint", archive(str(epoch)), keeps=True)
     assert [name for name, _ in store.list()] == ["checkpoint", "checkpoint.previous"]
     assert [text_of(store.read(name)) for name, _ in store.list()] == ["3", "2"]
 
 
 def test_a_write_that_fails_leaves_both_checkpoints_and_nothing_else(tmp_path):
-    class Full(durable.DurableFileOperations):
+    class Full(durable_writes.DurableFileOperations):
         def fsync_path(self, path):
             raise OSError(errno.ENOSPC, "no space left on device", str(path))
 
     store = native.Store(str(tmp_path))
     for epoch in (1, 2):
-        durable.write_durably(store, "checkpoint", archive(str(epoch)), keeps=True)
+        durable_writes.write_durably(store, "checkpoint", archive(str(epoch)), keeps=True)
     with pytest.raises(OSError, match="no space left"):
-        durable.write_durably(store, "checkpoint", archive("3"), keeps=True, disk=Full())
+        durable_writes.write_durably(store, "checkpoint", archive("3"), keeps=True, disk=Full())
     assert [name for name, _ in store.list()] == ["checkpoint", "checkpoint.previous"]
     assert text_of(store.read("checkpoint")) == "2"
 
@@ -229,14 +231,14 @@ def flipped(data):
 def test_the_one_before_takes_the_place_of_a_damaged_or_missing_one(tmp_path, caplog, spoil):
     store = native.Store(str(tmp_path))
     for epoch in (1, 2):
-        durable.write_durably(store, "checkpoint", archive(str(epoch)), keeps=True)
+        durable_writes.write_durably(store, "checkpoint", archive(str(epoch)), keeps=True)
     path = tmp_path / "checkpoint"
     if spoil is None:
         path.unlink()
     else:
         path.write_bytes(spoil(path.read_bytes()))
     with caplog.at_level(logging.WARNING, "farandole"):
-        found = durable.recover_last_checkpoint(store, "checkpoint")
+        found = durable_writes.recover_last_checkpoint(store, "checkpoint")
     assert text_of(found) == "1"
     assert f"{path} {'is missing' if spoil is None else 'cannot be used'}" in caplog.text
     assert path.read_bytes() == found
@@ -244,10 +246,10 @@ def test_the_one_before_takes_the_place_of_a_damaged_or_missing_one(tmp_path, ca
 
 def test_damaged_checkpoints_alone_are_an_error_and_none_at_all_a_fresh_run(tmp_path):
     store = native.Store(str(tmp_path))
-    assert durable.recover_last_checkpoint(store, "checkpoint") is None
+    assert durable_writes.recover_last_checkpoint(store, "checkpoint") is None
     store.write("checkpoint", archive("1")[:-5])
     with pytest.raises(ValueError, match="the run has no usable checkpoint"):
-        durable.recover_last_checkpoint(store, "checkpoint")
+        durable_writes.recover_last_checkpoint(store, "checkpoint")
 
 
 # Estimators.

@@ -15,7 +15,7 @@ import pytest
 from tests.programs import program_path
 
 from farandole._native import prepare
-from farandole.data import ParquetLoader, memory
+from farandole.data import ParquetLoader, data_memory_budget
 
 MIB = 1 << 20
 BESIDES = 40 * MIB
@@ -101,7 +101,7 @@ def shared(tmp_path, monkeypatch):
     """Prepared data, and the directory where decoded data is kept."""
     directory = tmp_path / "memory"
     directory.mkdir()
-    monkeypatch.setattr(memory, "_SHARED_MEMORY_PATH", directory)
+    monkeypatch.setattr(data_memory_budget, "_SHARED_MEMORY_PATH", directory)
     path = written(tmp_path / "data", [wide(256 * 8, 10)])
     return path, directory
 
@@ -165,8 +165,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_data_that_does_not_fit_is_decoded_again(shared, caplog, monkeypatch):
     path, _ = shared
-    usage = memory.shutil.disk_usage("/")
-    monkeypatch.setattr(memory.shutil, "disk_usage", lambda _: usage._replace(free=10))
+    usage = data_memory_budget.shutil.disk_usage("/")
+    monkeypatch.setattr(data_memory_budget.shutil, "disk_usage", lambda _: usage._replace(free=10))
     with caplog.at_level("WARNING"):
         loader = ParquetLoader(path, 100, inmemory_cache_all=True)
     assert "inmemory_cache_all" in caplog.text

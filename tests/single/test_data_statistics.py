@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from tests.single.training import estimator, linear
 
-from farandole.data import Statistics, command, prepare_data, statistics_of
+from farandole.data import Statistics, data_command, prepare_data, statistics_of
 from farandole.data.statistics import read_statistics
 
 ROWS = 20_000
@@ -41,7 +41,7 @@ def test_the_command_computes_statistics_on_request(tmp_path, asked, capsys):
         "compression=none",
     ]
     words += ["features=n", *(["statistics="] if asked else []), "json="]
-    assert command.main(words) == 0
+    assert data_command.main(words) == 0
     kept = read_statistics(json.loads(capsys.readouterr().out)["train_url"])
     assert (kept is not None) == asked
     if asked:

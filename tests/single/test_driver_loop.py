@@ -15,7 +15,7 @@ from farandole.runner.elastic import agent_pool, driver_loop
 from farandole.runner.elastic.agent_pool import ThreadedAgentPool
 from farandole.runner.errors import FarandoleJobError
 from farandole.runner.gang import JobOutput
-from farandole.runner.outcome import TaskOutcome
+from farandole.runner.worker_task_outcome import TaskOutcome
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -18,7 +18,7 @@ from tests.single.test_store_faults import may_mount, on_a_full_disk
 
 from farandole._native import store as native
 from farandole.spark.common import LocalStore, Store
-from farandole.stores import checkpoint_signatures, durable, remote_store
+from farandole.stores import checkpoint_signatures, durable_writes, remote_store
 
 pytestmark = pytest.mark.timeout(300)
 ATTEMPTS = range(1, 11)
@@ -53,7 +53,7 @@ class Trouble:
         raise OSError(errno.ENOSPC, "no space left on device")
 
 
-class TroubledFiles(durable.DurableFileOperations):
+class TroubledFiles(durable_writes.DurableFileOperations):
     def __init__(self, trouble):
         self.trouble = trouble
 
@@ -101,7 +101,9 @@ def run_place(request, monkeypatch, tmp_path):
     trouble, numbers = Trouble(), itertools.count()
     if request.param == "local":
         disk = TroubledFiles(trouble)
-        monkeypatch.setattr(durable.write_durably, "__kwdefaults__", {"keeps": False, "disk": disk})
+        monkeypatch.setattr(
+            durable_writes.write_durably, "__kwdefaults__", {"keeps": False, "disk": disk}
+        )
         return trouble, lambda: LocalStore(str(tmp_path)).to_remote(f"r{next(numbers)}")
 
     def open_store(url):
@@ -120,7 +122,7 @@ def contents_there(run):
     for name, _ in store.list():
         if name.startswith("checkpoint") and "#" not in name:
             data = store.read(name)
-            if durable.find_damage(data) is None:
+            if durable_writes.find_damage(data) is None:
                 found[name] = data
     return found
 
@@ -242,7 +244,9 @@ def test_without_a_marker_both_contents_become_known(tmp_path, monkeypatch):
     trouble = Trouble()
     trouble.start(4, "before")
     disk = TroubledFiles(trouble)
-    monkeypatch.setattr(durable.write_durably, "__kwdefaults__", {"keeps": False, "disk": disk})
+    monkeypatch.setattr(
+        durable_writes.write_durably, "__kwdefaults__", {"keeps": False, "disk": disk}
+    )
     with pytest.raises(OSError, match="no space left"):
         run.write_checkpoint("checkpoint", archive("third"))
     trouble.stop()
@@ -259,7 +263,7 @@ def test_no_message_advises_to_delete_what_may_be_whole(tmp_path, monkeypatch, c
         else:
             monkeypatch.setenv(checkpoint_signatures.SECRET_VARIABLE, secret)
         with pytest.raises(ValueError, match="no usable checkpoint") as error:
-            LocalStore(str(tmp_path)).to_remote("r").resume()
+            LocalStore(str(tmp_path)).to_remote("r").read_checkpoint_to_resume()
         assert "delete" not in f"{error.value} {caplog.text}"
 
 

@@ -14,7 +14,7 @@ from tests.single.training import estimator, line, linear, write
 
 from farandole.data import ParquetLoader, prepare_data
 from farandole.spark.common import LocalBackend
-from farandole.spark.common.runs.driver import RunDiffersError
+from farandole.spark.common.runs.run_fingerprint_check import RunDiffersError
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -19,7 +19,7 @@ from tests.single.training import Here, estimator, linear
 from farandole._native.store import Store as NativeStore
 from farandole.data import prepare, prepare_data
 from farandole.data.prepared_directories import (
-    acquire_directory_to_prepare,
+    acquire_resumable_or_emptied_directory,
     note_finished_partition,
 )
 from farandole.spark.common import LocalStore
@@ -210,10 +210,12 @@ def test_a_place_with_files_of_a_user_is_neither_swept_nor_prepared_again(tmp_pa
         train.symlink_to(tmp_path / "elsewhere")
     assert store.gc(0) == []
     assert f"intermediate_train_data.{data.index}" in caplog.text
-    held, resumed = acquire_directory_to_prepare(store, key, resumable=False, replace=True)
+    held, resumed = acquire_resumable_or_emptied_directory(
+        store, key, resumable=False, replace=True
+    )
     assert held.index != data.index
     assert not resumed
-    held.discard_data()
+    held.release_and_delete_data()
     assert mine.read_bytes() == b"mine"
 
 
@@ -226,37 +228,39 @@ def test_a_training_directory_that_is_a_link_is_not_emptied(tmp_path):
     train.symlink_to(elsewhere)
     before = {file.name: file.read_bytes() for file in elsewhere.iterdir()}
     assert store.gc(0) == []
-    held, _ = acquire_directory_to_prepare(store, key, resumable=False, replace=True)
-    held.discard_data()
+    held, _ = acquire_resumable_or_emptied_directory(store, key, resumable=False, replace=True)
+    held.release_and_delete_data()
     assert held.index != data.index
     assert {file.name: file.read_bytes() for file in elsewhere.iterdir()} == before
 
 
-@pytest.mark.parametrize("step", ["begin_preparation", "discard_data"])
+@pytest.mark.parametrize("step", ["empty_and_mark_directory", "release_and_delete_data"])
 def test_a_directory_that_becomes_a_link_is_not_emptied(tmp_path, step):
     store = LocalStore(str(tmp_path / "store"))
-    held, _ = acquire_directory_to_prepare(store, "once a", resumable=False)
+    held, _ = acquire_resumable_or_emptied_directory(store, "once a", resumable=False)
     train, elsewhere = Path(NativeStore(held.train_url).local_path), tmp_path / "elsewhere"
     train.rename(elsewhere)
     (elsewhere / "mine.parquet").write_bytes(b"mine")
     train.symlink_to(elsewhere)
     with contextlib.suppress(OSError):
-        held.begin_preparation("once b") if step == "begin_preparation" else held.discard_data()
+        held.empty_and_mark_directory(
+            "once b"
+        ) if step == "empty_and_mark_directory" else held.release_and_delete_data()
     assert (elsewhere / "mine.parquet").read_bytes() == b"mine"
     held.delete_if_held()
 
 
 def test_an_unfinished_preparation_in_a_link_is_not_continued(tmp_path):
     store = LocalStore(str(tmp_path / "store"))
-    held, _ = acquire_directory_to_prepare(store, "fit a", resumable=True)
+    held, _ = acquire_resumable_or_emptied_directory(store, "fit a", resumable=True)
     train, elsewhere = Path(NativeStore(held.train_url).local_path), tmp_path / "elsewhere"
     held.delete_if_held()
     train.rename(elsewhere)
     train.symlink_to(elsewhere)
-    other, begun = acquire_directory_to_prepare(store, "fit a", resumable=True)
+    other, begun = acquire_resumable_or_emptied_directory(store, "fit a", resumable=True)
     assert other.index != held.index
     assert not begun
-    other.discard_data()
+    other.release_and_delete_data()
 
 
 def taken_by_another(store, directory):
@@ -264,33 +268,33 @@ def taken_by_another(store, directory):
     train = NativeStore(directory.train_url)
     train.delete(directory.lease_name)
     train.write("_preparation.json", b'{"key": "once a", "time": 0}')
-    other, _ = acquire_directory_to_prepare(store, "once b", resumable=False)
+    other, _ = acquire_resumable_or_emptied_directory(store, "once b", resumable=False)
     assert other.index == directory.index
     return other
 
 
 def test_a_preparation_that_lost_its_place_does_not_complete(tmp_path):
     store = LocalStore(str(tmp_path))
-    held, _ = acquire_directory_to_prepare(store, "once a", resumable=False)
+    held, _ = acquire_resumable_or_emptied_directory(store, "once a", resumable=False)
     other = taken_by_another(store, held)
     with pytest.raises(RuntimeError, match=r"lost its lease.*intermediate_train_data\.0"):
-        held.mark_complete()
+        held.finish_preparation()
     assert NativeStore(other.train_url).exists("_preparation.json")
     other.delete_if_held()
 
 
 def test_a_preparation_that_lost_its_place_deletes_nothing_there(tmp_path, caplog):
     store = LocalStore(str(tmp_path))
-    held, _ = acquire_directory_to_prepare(store, "once a", resumable=False)
+    held, _ = acquire_resumable_or_emptied_directory(store, "once a", resumable=False)
     other = taken_by_another(store, held)
     train = NativeStore(other.train_url)
     train.write("part-00000-b.parquet", b"theirs")
     before = train.list()
-    held.discard_data()
+    held.release_and_delete_data()
     assert train.list() == before
     assert held.train_url in caplog.text
     for step in (
-        lambda: held.begin_preparation("once c"),
+        lambda: held.empty_and_mark_directory("once c"),
         lambda: note_finished_partition(held.train_url, held.lease_name, 0, b"{}"),
     ):
         with pytest.raises(RuntimeError, match="lost its lease"):
@@ -299,7 +303,7 @@ def test_a_preparation_that_lost_its_place_deletes_nothing_there(tmp_path, caplo
     other.delete_if_held()
 
 
-@pytest.mark.parametrize("step", ["write_encoding", "nonempty_split"])
+@pytest.mark.parametrize("step", ["write_encoding", "adjust_split_to_nonempty"])
 @pytest.mark.parametrize("resumable", [True, False], ids=["files", "rows"])
 def test_a_preparation_stops_when_another_takes_its_place(tmp_path, monkeypatch, step, resumable):
     store, others = LocalStore(str(tmp_path / "store")), []
@@ -307,7 +311,7 @@ def test_a_preparation_stops_when_another_takes_its_place(tmp_path, monkeypatch,
     if resumable:
         source = str(tmp_path / "rows.parquet")
         rows(0).to_parquet(source)
-    before, acquire, held = getattr(prepare, step), acquire_directory_to_prepare, []
+    before, acquire, held = getattr(prepare, step), acquire_resumable_or_emptied_directory, []
 
     def acquired(*args, **more):
         held.append(acquire(*args, **more))
@@ -319,7 +323,9 @@ def test_a_preparation_stops_when_another_takes_its_place(tmp_path, monkeypatch,
         others.append(taken_by_another(store, held[0][0]))
         return result
 
-    monkeypatch.setattr(prepare.prepared_directories, "acquire_directory_to_prepare", acquired)
+    monkeypatch.setattr(
+        prepare.prepared_directories, "acquire_resumable_or_emptied_directory", acquired
+    )
     monkeypatch.setattr(prepare, step, lose)
     with pytest.raises(RuntimeError, match=r"lost its lease.*intermediate_train_data\.0"):
         prepare_data(source, store, label_cols=["y"])

@@ -20,7 +20,7 @@ import pytest
 from farandole._native import reader
 from farandole.data import Pad, ParquetLoader, prepare_data
 from farandole.data.columns import ColumnRoles
-from farandole.data.datasets import write_dataset_link, open_dataset
+from farandole.data.datasets import open_dataset, write_dataset_link
 from farandole.spark.common import LocalStore
 from farandole.spark.common.data.prepare import find_existing_data
 from farandole.spark.common.util import get_simple_meta_from_parquet

@@ -17,7 +17,7 @@ from farandole.runner.errors import FarandoleJobError
 from farandole.runner.event_handler import LAST_LINES_NOTE, LINES_IN_TASK_LOG_NOTE
 from farandole.runner.gang import GangAgents, JobOutput, run_gang
 from farandole.runner.job_observer import JobObserver
-from farandole.runner.outcome import TaskOutcome, results_by_rank
+from farandole.runner.worker_task_outcome import TaskOutcome, results_by_rank
 from farandole.spark.job import task_rendezvous
 
 FIELDS = ("task", "rank", "stream", "text", "data", "exit_code", "signal", "stderr_tail")

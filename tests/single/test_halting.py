@@ -208,7 +208,8 @@ def test_a_request_of_an_earlier_fit_ends_nothing(remote, monkeypatch):
     earlier, fit = StopRequest(remote), StopRequest(remote)
     earlier.request_stop()
     monkeypatch.setenv(
-        stop_request.STOP_TOKEN_VARIABLE, fit.worker_variables()[stop_request.STOP_TOKEN_VARIABLE]
+        stop_request.STOP_TOKEN_VARIABLE,
+        fit.stop_token_variables()[stop_request.STOP_TOKEN_VARIABLE],
     )
     monkeypatch.setattr(stop_request, "_STOP_CHECK_SECONDS", 0.01)
     monkeypatch.setattr(stop_request.arrays, "broadcast", lambda mine, _root, name: np.array(mine))  # noqa: ARG005
@@ -328,7 +329,7 @@ def test_a_store_that_refuses_the_request_is_said(serve, caplog):
 def test_a_run_without_a_store_is_interrupted_instead(tmp_path):
     stop = StopRequest(LocalStore(str(tmp_path), save_runs=False).to_remote("mine"))
     assert not stop.in_order
-    assert stop.worker_variables() == {}
+    assert stop.stop_token_variables() == {}
     assert "End at once</button>" in stop_button.button_html(
         "http://127.0.0.1:1/t/", in_order=False
     )

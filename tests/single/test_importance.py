@@ -73,10 +73,10 @@ def test_values_are_exchanged_between_batches_of_a_task():
 
 def test_rows_that_wait_for_an_exchange_are_bounded_in_bytes(monkeypatch):
     whole, batches = rows(6)
-    blocks = list(importance._join_batches(iter(batches)))
+    blocks = list(importance._group_batches_into_blocks(iter(batches)))
     assert [block.num_rows for block, _ in blocks] == [ROWS]
     monkeypatch.setattr(importance, "MAX_BLOCK_BYTES", whole.nbytes // 3)
-    blocks = list(importance._join_batches(iter(batches)))
+    blocks = list(importance._group_batches_into_blocks(iter(batches)))
     assert [block.num_rows for block, _ in blocks] == [1000, 1000, 1000]
 
 

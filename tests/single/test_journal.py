@@ -12,7 +12,7 @@ import pytest
 
 from farandole.runner.errors import FarandoleJobError
 from farandole.runner.show import journal as journals
-from farandole.runner.show import training
+from farandole.runner.show import training_run_reports
 from farandole.runner.show.journal import RunJournal
 from farandole.spark.common.store import LocalStore
 
@@ -59,10 +59,10 @@ def fail(run):
 
 def test_a_run_is_recorded_from_its_start_to_its_end(remote, tmp_path):
     book = RunJournal(remote, {"model": "Net", "epochs": 3})
-    with training.report_run(
+    with training_run_reports.report_run(
         None, "mine", "TorchEstimator", {"lr": 0.1, "nan": float("nan")}, book
     ) as run:
-        assert run.worker_variables() == {training.REPORTS_VARIABLE: "1"}
+        assert run.worker_variables() == {training_run_reports.REPORTS_VARIABLE: "1"}
         deadline = time.monotonic() + 30
         while not (tmp_path / "runs/mine/_record.json").exists():
             assert time.monotonic() < deadline
@@ -98,13 +98,16 @@ def test_a_run_is_recorded_from_its_start_to_its_end(remote, tmp_path):
 
 def test_a_failed_run_says_why_and_its_events_stay_when_it_continues(remote, tmp_path):
     book = RunJournal(remote, {})
-    with pytest.raises(FarandoleJobError), training.report_run(None, "mine", "x", {}, book) as run:
+    with (
+        pytest.raises(FarandoleJobError),
+        training_run_reports.report_run(None, "mine", "x", {}, book) as run,
+    ):
         fail(run)
     book.close()
     told = record(tmp_path)
     assert (told["state"], told["reason"]) == ("failed", "rank 1 on b failed")
     book = RunJournal(remote, {})
-    with training.report_run(None, "mine", "x", {}, book):
+    with training_run_reports.report_run(None, "mine", "x", {}, book):
         pass
     book.close()
     told = record(tmp_path)
@@ -144,7 +147,7 @@ def test_steps_are_thinned_and_the_last_ones_are_there(remote, tmp_path, monkeyp
 
 def test_what_ranks_print_is_kept_also_when_the_job_starts_again(remote, tmp_path):
     book = RunJournal(remote, {}, output=tmp_path / "output")
-    with training.report_run(None, "mine", "x", {}, book) as run:
+    with training_run_reports.report_run(None, "mine", "x", {}, book) as run:
         run.set_placements([{"rank": rank, "task": rank, "host": "a"} for rank in range(11)])
         run.write_line(1, "stdout", "before")
         run.record_restart("rank 2 was lost")
@@ -174,7 +177,7 @@ def test_output_that_cannot_be_kept_fails_no_run(remote, tmp_path, caplog):
     book = RunJournal(remote, {}, output=tmp_path / "output")
     with (
         caplog.at_level(logging.WARNING, "farandole"),
-        training.report_run(None, "mine", "x", {}, book) as run,
+        training_run_reports.report_run(None, "mine", "x", {}, book) as run,
     ):
         run.write_line(0, "stdout", "one")
         run.write_line(0, "stdout", "two")
@@ -189,7 +192,7 @@ def test_a_store_that_fails_fails_no_run(remote, tmp_path, caplog):
     (tmp_path / "runs").write_text("not a directory")
     with caplog.at_level(logging.WARNING, "farandole"):
         book = RunJournal(remote, {})
-        with training.report_run(None, "mine", "x", {}, book) as run:
+        with training_run_reports.report_run(None, "mine", "x", {}, book) as run:
             run.add_event("something", None)
         book.close()
     assert len([one for one in caplog.records if "run viewer" in one.message]) == 1

@@ -21,7 +21,7 @@ from tests.single.training import estimator, line, linear, write
 
 from farandole._native.store import Store as NativeStore
 from farandole.spark.common import LocalStore
-from farandole.spark.common.runs.driver import RunInUseError, hold_run_lease
+from farandole.spark.common.runs.run_fingerprint_check import RunInUseError, hold_run_lease
 from farandole.stores.lease_files import LeaseFile
 
 LIMIT = 60.0

@@ -4,7 +4,7 @@
 
 import pytest
 
-from farandole.runner.limits import (
+from farandole.runner.job_limits import (
     elastic_timeout_seconds,
     spark_start_timeout_seconds,
     start_timeout_seconds,
@@ -54,5 +54,5 @@ def test_each_character_of_a_secret_counts(monkeypatch):
     keys = set()
     for secret in ("secret", "secret ", " secret", "secret\n"):
         monkeypatch.setenv(checkpoint_signatures.SECRET_VARIABLE, secret)
-        keys.add(checkpoint_signatures.run_key("run"))
+        keys.add(checkpoint_signatures.run_signing_key("run"))
     assert len(keys) == 4

@@ -11,7 +11,7 @@ import subprocess
 
 import pytest
 
-from farandole.runner.load import LoadSampler, NvmlGpu
+from farandole.runner.load_reports import LoadSampler, NvmlGpu
 
 STAT = "cpu  {user} 0 100 {idle} 50 0 0 0 0 0\ncpu0 1 2 3\n"
 FAKE = """

@@ -88,7 +88,9 @@ def test_a_driver_shows_what_its_registrar_decides():
     code = "import farandole; print(farandole.run(lambda: 7, num_proc=1))"
     told, shown = python(code, FARANDOLE_LOG_LEVEL="debug")
     assert told == "[7]\n"
-    assert "DEBUG farandole.registrar.server.effects: the registrar decides " in shown, shown
+    assert "DEBUG farandole.registrar.server.decision_effects: the registrar decides " in shown, (
+        shown
+    )
 
 
 def test_a_word_that_is_no_level_is_refused_by_name():

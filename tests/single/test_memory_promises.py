@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from farandole.data import ParquetLoader, memory
-from farandole.spark.common.data.source import BatchSource
+from farandole.data import ParquetLoader, data_memory_budget
+from farandole.spark.common.data.batch_source import BatchSource
 
 KIB = 1 << 10
 ROW_BYTES = 8
@@ -24,10 +24,10 @@ def cache(tmp_path, monkeypatch):
     """A directory that is taken for shared memory; other directories are on a disk."""
     directory = tmp_path / "memory"
     directory.mkdir()
-    monkeypatch.setattr(memory, "_SHARED_MEMORY_PATH", directory)
-    monkeypatch.setattr(memory, "_file_system_kind", lambda _: "ext4")
+    monkeypatch.setattr(data_memory_budget, "_SHARED_MEMORY_PATH", directory)
+    monkeypatch.setattr(data_memory_budget, "_file_system_kind", lambda _: "ext4")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(memory.tempfile, "tempdir", None)
+    monkeypatch.setattr(data_memory_budget.tempfile, "tempdir", None)
     return directory
 
 
@@ -52,7 +52,7 @@ def test_caches_of_several_loaders_stay_within_the_memory(
     tmp_path, cache, monkeypatch, sizes, filled
 ):
     limit = 1000 * KIB
-    monkeypatch.setattr(memory, "available_memory_bytes", lambda: limit - taken(cache))
+    monkeypatch.setattr(data_memory_budget, "available_memory_bytes", lambda: limit - taken(cache))
     loaders = []
     for number, size in enumerate(sizes):
         path = write(tmp_path / f"{number}", size * KIB // ROW_BYTES)
@@ -69,7 +69,7 @@ def test_caches_of_several_loaders_stay_within_the_memory(
 
 
 def test_memory_of_a_loader_that_is_gone_is_free_again(tmp_path, cache, monkeypatch):
-    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 1000 * KIB)
+    monkeypatch.setattr(data_memory_budget, "available_memory_bytes", lambda: 1000 * KIB)
     first, second = (write(tmp_path / f"{name}", 75 * KIB) for name in "ab")
     loader = ParquetLoader(first, 1024, inmemory_cache_all=True)
     assert len(list(cache.iterdir())) == 1
@@ -111,7 +111,7 @@ def test_a_pass_has_each_row_once_whichever_ranks_keep_their_rows(
     path = write(tmp_path / "rows", 1000)
     sources = []
     for rank, own in enumerate(free):
-        monkeypatch.setattr(memory, "available_memory_bytes", lambda own=own: own)
+        monkeypatch.setattr(data_memory_budget, "available_memory_bytes", lambda own=own: own)
         sources.append(make_source(path, rank, 3, shuffle=shuffle))
         pass_rows(sources[-1], 0)
         assert bool(sources[-1]._cached_batches) == bool(own)
@@ -127,11 +127,16 @@ def test_a_pass_has_each_row_once_whichever_ranks_keep_their_rows(
 def test_training_and_validation_rows_share_the_memory(tmp_path, monkeypatch):
     rows = 1000
     monkeypatch.setattr(
-        memory, "available_memory_bytes", lambda: int(1.5 * memory._FREE_SPACE_FACTOR * rows * 8)
+        data_memory_budget,
+        "available_memory_bytes",
+        lambda: int(1.5 * data_memory_budget._FREE_SPACE_FACTOR * rows * 8),
     )
     path = write(tmp_path / "rows", rows)
     train, val = (make_source(path, 0, 1, shuffle=False) for _ in range(2))
-    with_train, with_val = train.epoch(0, train.steps), val.epoch(0, val.steps)
+    with_train, with_val = (
+        train.iterate_epoch_batches(0, train.steps),
+        val.iterate_epoch_batches(0, val.steps),
+    )
     next(with_train), next(with_val)
     collections.deque(with_train, 0), collections.deque(with_val, 0)
     assert (bool(train._cached_batches), bool(val._cached_batches)) == (True, False)
@@ -140,7 +145,7 @@ def test_training_and_validation_rows_share_the_memory(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("ranks", "kept"), [(1, True), (2, True), (4, False)])
 def test_ranks_of_a_host_share_its_memory(tmp_path, monkeypatch, ranks, kept):
     monkeypatch.setenv("HOROVOD_LOCAL_SIZE", str(ranks))
-    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 3 * 8 * 1000)
+    monkeypatch.setattr(data_memory_budget, "available_memory_bytes", lambda: 3 * 8 * 1000)
     source = make_source(write(tmp_path / "rows", 1000), 0, 1, shuffle=False)
     pass_rows(source, 0)
     assert bool(source._cached_batches) == kept

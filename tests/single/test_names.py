@@ -40,10 +40,10 @@ KEPT_NAMES = {
         "least": "a field of the stored statistics",
         "most": "a field of the stored statistics",
     },
-    "spark/common/data/source.py": {"least": "named by a caller that is not converted yet"},
+    "spark/common/data/batch_source.py": {"least": "named by a caller that is not converted yet"},
     "spark/lightning/elastic.py": {"place": "read by a module that is not converted yet"},
     "common/handles.py": {"door": "a module of the native extension"},
-    "tensorflow/_library.py": {"door": "a module of the native extension"},
+    "tensorflow/_native_ops.py": {"door": "a module of the native extension"},
     "torch/_reducer.py": {"door": "a module of the native extension"},
 }
 """Names that stay, with the reason, by file."""

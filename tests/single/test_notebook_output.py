@@ -12,10 +12,10 @@ import types
 
 import pytest
 
-from farandole.runner.show.training import TrainingRun
+from farandole.runner.show.training_run_reports import TrainingRun
 from farandole.spark.common.show import notebook
 from farandole.spark.common.show.chart import thin_rows
-from farandole.spark.common.show.ranks import render_rank_table
+from farandole.spark.common.show.rank_table import render_rank_table
 
 
 def step(epoch, number, loss=0.5, epochs=4, steps=100):

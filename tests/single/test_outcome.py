@@ -9,9 +9,9 @@ import random
 
 import pytest
 
-from farandole.runner import outcome
+from farandole.runner import worker_task_outcome
 from farandole.runner.errors import FarandoleJobError
-from farandole.runner.outcome import TaskOutcome, results_by_rank
+from farandole.runner.worker_task_outcome import TaskOutcome, results_by_rank
 
 
 def well(task: int, value: object) -> TaskOutcome:
@@ -19,7 +19,7 @@ def well(task: int, value: object) -> TaskOutcome:
 
 
 def test_endings_survive_their_rows_in_any_order(monkeypatch):
-    monkeypatch.setattr(outcome, "RESULT_CHUNK_BYTES", 7)
+    monkeypatch.setattr(worker_task_outcome, "RESULT_CHUNK_BYTES", 7)
     endings = [
         well(0, list(range(50))),
         TaskOutcome(
@@ -93,7 +93,7 @@ def test_a_traceback_that_is_on_stderr_too_is_shown_once():
     ending = TaskOutcome(
         0, "h", rank=0, exit_code=1, stderr_tail=tail, result=pickle.dumps(("error", *told))
     )
-    error, origin = outcome.task_failure(ending)
+    error, origin = worker_task_outcome.task_failure(ending)
     assert origin is None
     assert str(error).count("Traceback") == 1
     assert error.stderr_tail == tail

@@ -10,7 +10,7 @@ import random
 import numpy as np
 import pytest
 
-from farandole.numpy.plain import pack_plain, unpack_plain
+from farandole.numpy.plain_value_exchange import pack_plain, unpack_plain
 
 VALUES = [
     None,

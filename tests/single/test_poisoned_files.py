@@ -137,10 +137,10 @@ def test_models_and_estimators_with_code_are_refused_where_that_was_asked_for(
     executed_file, monkeypatch
 ):
     linear = torch.nn.Linear(1, 1)
-    _, parts = TorchModelWriter(TorchModel(model=linear)).split_values({"model": linear})
+    _, parts = TorchModelWriter(TorchModel(model=linear)).split_plain_and_packed({"model": linear})
     poisoned = parts | {"objects": pickle.dumps(Poison(executed_file))}
     with pytest.raises(PickleNotAllowedError, match="the object saved at here holds pickled code"):
-        TorchModelReader(TorchModel).allow_pickle(False).restore_parts(
+        TorchModelReader(TorchModel).allow_pickle(False).restore_packed_parts(
             TorchModel(), poisoned, "here"
         )
     monkeypatch.setenv(ALLOW_PICKLE_VARIABLE, "0")
@@ -149,9 +149,9 @@ def test_models_and_estimators_with_code_are_refused_where_that_was_asked_for(
         (TorchEstimatorParamsReader, TorchEstimator),
     ):
         with pytest.raises(PickleNotAllowedError):
-            reader(kind).restore_parts(kind(), poisoned, "here")
+            reader(kind).restore_packed_parts(kind(), poisoned, "here")
     loaded = TorchModel()
-    TorchModelReader(TorchModel).model(torch.nn.Linear(1, 1)).restore_parts(
+    TorchModelReader(TorchModel).model(torch.nn.Linear(1, 1)).restore_packed_parts(
         loaded, poisoned, "here"
     )
     assert torch.equal(loaded.getModel().weight, linear.weight)
@@ -168,5 +168,7 @@ def test_safe_mode_of_keras_refuses_pickled_classes_before_they_run(executed_fil
 
     parts = {"model": b"", "custom_objects": pickle.dumps(Poison(executed_file))}
     with pytest.raises(PickleNotAllowedError, match="custom_objects"):
-        KerasModelReader(KerasModel).safe_mode(True).restore_parts(KerasModel(), parts, "here")
+        KerasModelReader(KerasModel).safe_mode(True).restore_packed_parts(
+            KerasModel(), parts, "here"
+        )
     assert not executed_file.exists()

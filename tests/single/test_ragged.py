@@ -27,7 +27,7 @@ from farandole.data import (
     ParquetLoader,
     prepare_data,
 )
-from farandole.data.ragged import Ragged
+from farandole.data.ragged import RaggedColumn
 from farandole.spark.common import LocalStore
 from farandole.spark.lightning import TorchEstimator as LightningEstimator
 from farandole.spark.torch import TorchEstimator
@@ -101,7 +101,7 @@ def test_long_rows_and_short_ones_are_padded_alike():
         lengths = random.integers(0, longest, 50)
         values = random.integers(0, 9, lengths.sum())
         starts = np.concatenate([[0], np.cumsum(lengths)])
-        padded = Ragged("int64", -1, 150, 3).pad_rows(starts, values)
+        padded = RaggedColumn("int64", -1, 150, 3).pad_rows(starts, values)
         for row, (start, length) in enumerate(zip(starts, lengths, strict=False)):
             kept = values[start : start + min(length, 150)]
             assert padded[row].tolist() == [*kept, *[-1] * (padded.shape[1] - len(kept))]

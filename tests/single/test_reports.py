@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from farandole.runner import event_handler, reports, stalls
-from farandole.runner.show.training import TrainingRun
+from farandole.runner import event_handler, report_validation, stall_events
+from farandole.runner.show.training_run_reports import TrainingRun
 
 STEP = {"kind": "step", "epoch": 0, "step": 3, "steps": 10, "loss": 0.5}
 EPOCH = {"kind": "epoch", "entry": {"epoch": 3, "train": {"loss": 0.5, "all_metrics": []}}}
@@ -22,7 +22,7 @@ def listeners(monkeypatch):
     """`send` hands over a report of rank 1; `rows` names the journal's rows, `progress` has what
     was passed on.
     """
-    monkeypatch.setattr(reports, "_LAST_WARNING_TIMES", {})
+    monkeypatch.setattr(report_validation, "_LAST_WARNING_TIMES", {})
     found = SimpleNamespace(rows=[], progress=[])
     put = lambda _run, key, _body, **_options: found.rows.append(key)  # noqa: E731
     training = TrainingRun(
@@ -68,9 +68,9 @@ def test_a_stall_report_becomes_an_event(listeners):
         "by ranks: 0\n"
         "Rank 1 on b waits in no operation. Its Python threads:\n3: [a line of its own]"
     )
-    found = stalls.parse_stall_report(text)
+    found = stall_events.parse_stall_report(text)
     assert found == {"what": "stall: others wait for ranks 1, 12", "reason": text}
-    assert stalls.parse_stall_report("allreduces of tensors on GPUs go by CUDA IPC") is None
+    assert stall_events.parse_stall_report("allreduces of tensors on GPUs go by CUDA IPC") is None
     listeners.send(found, "event")
     assert listeners.rows == ["event/000001"]
     assert listeners.progress == []

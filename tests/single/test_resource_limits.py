@@ -25,7 +25,7 @@ from farandole.common.resource_limits import (
     memory_limit_bytes,
     usable_cores,
 )
-from farandole.data import memory
+from farandole.data import data_memory_budget
 from farandole.runner.backend import _core_count
 
 MIB = 1 << 20
@@ -144,7 +144,7 @@ def test_files_that_say_nothing_limit_nothing(tmp_path, damage):
 
 
 def test_no_module_counts_cores_or_memory_by_itself():
-    package = Path(memory.__file__).parents[1]
+    package = Path(data_memory_budget.__file__).parents[1]
     found = [
         str(file.relative_to(package))
         for file in package.rglob("*.py")
@@ -158,8 +158,8 @@ def test_no_module_counts_cores_or_memory_by_itself():
     ("limit", "budget"), [(64 * MIB, 128 * MIB), (800 * MIB, 200 * MIB), (1 << 40, 512 * MIB)]
 )
 def test_the_budget_of_a_reader_follows_the_memory(monkeypatch, limit, budget):
-    monkeypatch.setattr(memory, "memory_limit_bytes", lambda: limit)
-    assert memory.default_byte_budget() == budget
+    monkeypatch.setattr(data_memory_budget, "memory_limit_bytes", lambda: limit)
+    assert data_memory_budget.default_byte_budget() == budget
 
 
 class FewColumns:
@@ -171,15 +171,15 @@ class FewColumns:
 
 @pytest.mark.parametrize("kind", ["ext4", "tmpfs"])
 def test_decoded_data_goes_to_shared_memory_only_within_the_limits(monkeypatch, caplog, kind):
-    monkeypatch.setattr(memory, "_file_system_kind", lambda _: kind)
+    monkeypatch.setattr(data_memory_budget, "_file_system_kind", lambda _: kind)
     usage = shutil.disk_usage("/")._replace(free=1 << 40)
-    monkeypatch.setattr(memory.shutil, "disk_usage", lambda _: usage)
-    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 1 << 40)
-    assert memory.cache_directory(FewColumns(), None) == "/dev/shm"
-    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 400 * MIB)
+    monkeypatch.setattr(data_memory_budget.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(data_memory_budget, "available_memory_bytes", lambda: 1 << 40)
+    assert data_memory_budget.choose_cache_directory(FewColumns(), None) == "/dev/shm"
+    monkeypatch.setattr(data_memory_budget, "available_memory_bytes", lambda: 400 * MIB)
     with caplog.at_level(logging.WARNING):
-        found = memory.cache_directory(FewColumns(), None)
-    assert found == (None if kind == "tmpfs" else memory.tempfile.gettempdir())
+        found = data_memory_budget.choose_cache_directory(FewColumns(), None)
+    assert found == (None if kind == "tmpfs" else data_memory_budget.tempfile.gettempdir())
     assert "0.4 GiB of /dev/shm are free within the limits" in caplog.text
 
 

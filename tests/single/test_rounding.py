@@ -14,16 +14,18 @@ from farandole.common.util import (
     Max,
     Sum,
     allows_rounded_sums,
-    resolve_op_argument,
     engine_op_number,
     op_of_engine_number,
+    resolve_op_argument,
 )
 from farandole.torch.compression import Compression
 
 
 def test_sums_and_averages_alone_have_a_rounded_form() -> None:
     assert {op for op in OPERATION_NAMES if engine_op_number(op) != op} == {Average, Sum}
-    assert [op_of_engine_number(engine_op_number(op)) for op in OPERATION_NAMES] == list(OPERATION_NAMES)
+    assert [op_of_engine_number(engine_op_number(op)) for op in OPERATION_NAMES] == list(
+        OPERATION_NAMES
+    )
     assert engine_op_number(Sum, rounds=False) == Sum
     assert engine_op_number(Max) == Max
 

@@ -21,8 +21,8 @@ from tests.single.training import Here, estimator, line, linear, weights, write
 
 from farandole.spark.common import LocalStore
 from farandole.spark.common.runs.digests import brief_description, value_digest
-from farandole.spark.common.runs.driver import RunDiffersError
 from farandole.spark.common.runs.fingerprint import INITIAL_WEIGHTS, Fingerprint, FingerprintPart
+from farandole.spark.common.runs.run_fingerprint_check import RunDiffersError
 from farandole.spark.lightning import LightningEstimator
 from farandole.spark.torch.fingerprint_parts import model_parts
 from farandole.stores.small_files import DamagedFileError

@@ -23,9 +23,9 @@ from farandole.common.commits import StoredCommits
 from farandole.runner.show.journal import OUTPUT_DIRECTORY
 from farandole.runner.timelines import TRACE_FILE
 from farandole.spark.common import LocalStore
-from farandole.spark.common.runs.driver import RunInUseError, hold_run_lease
+from farandole.spark.common.runs.run_fingerprint_check import RunInUseError, hold_run_lease
 from farandole.spark.job.spill import JobSpillDirectory
-from farandole.stores import durable, lease_files, run_lease
+from farandole.stores import durable_writes, lease_files, run_lease
 
 KILLED = """
 import os, sys
@@ -129,7 +129,7 @@ def test_a_checkpoint_is_a_file_of_its_run(tmp_path, name):
         LocalStore(str(tmp_path), checkpoint_filename=name)
 
 
-ADDED_SUFFIXES = [durable.PREVIOUS_SUFFIX, ".best", ".epoch-0001", ".epoch-12345"]
+ADDED_SUFFIXES = [durable_writes.PREVIOUS_SUFFIX, ".best", ".epoch-0001", ".epoch-12345"]
 
 
 @pytest.mark.parametrize(
@@ -149,9 +149,9 @@ def test_an_allowed_name_of_checkpoints_is_written_and_resumed(tmp_path, name):
     for text in ("one", "two"):
         for more in ("", ".best", ".epoch-0001"):
             run.write_checkpoint(name + more, archive(text + more))
-    assert text_of(run.resume()) == "two"
+    assert text_of(run.read_checkpoint_to_resume()) == "two"
     (tmp_path / "runs/r" / name).write_bytes(b"damaged")
-    assert text_of(run.resume()) == "one"
+    assert text_of(run.read_checkpoint_to_resume()) == "one"
     assert text_of(run.read_checkpoint(f"{name}.best")) == "two.best"
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.common import scratch
+from farandole.common import scratch_directories
 from farandole.runner import forkserver, warm_workers
 from farandole.runner.errors import FarandoleJobError
 from farandole.spark.common.backend import LocalBackend
@@ -51,9 +51,9 @@ def test_a_killed_worker_leaves_no_directory(place):
         import os
         import signal
 
-        from farandole.common import scratch
+        from farandole.common import scratch_directories
 
-        with scratch.temporary_directory() as folder:
+        with scratch_directories.temporary_directory() as folder:
             (folder / "model.keras").touch()
             print(folder, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -79,7 +79,7 @@ def test_a_new_directory_deletes_files_of_killed_processes_and_keeps_those_in_us
         killed.kill()
         killed.wait()
         assert (left / "model.keras").exists()
-        with scratch.temporary_directory() as own:
+        with scratch_directories.temporary_directory() as own:
             assert os.listdir(own) == []
             assert not left.exists()
             assert (used / "model.keras").exists()
@@ -110,28 +110,30 @@ def test_a_directory_of_another_host_stays_in_a_shared_place(
 ):
     """NFS and Lustre keep the lock of a directory on its host, so other hosts can lock it, too."""
     names = {"same": "node-a", "other": "node-b"}
-    monkeypatch.setattr(scratch, "gethostname", lambda: "node-a")
-    monkeypatch.setattr(scratch, "boot_id", lambda: "aaaaaaaa-0")
-    with scratch.hold_scratch_directory() as made:
+    monkeypatch.setattr(scratch_directories, "gethostname", lambda: "node-a")
+    monkeypatch.setattr(scratch_directories, "boot_id", lambda: "aaaaaaaa-0")
+    with scratch_directories.hold_scratch_directory() as made:
         used = made.with_name(made.name + "x") if lock == "free" else made
         used.mkdir(exist_ok=True)
         if lock == "invisible":
             monkeypatch.setattr(fcntl, "flock", lambda *_: None)
         (used / "model.keras").touch()
         os.utime(used, (used.stat().st_atime, used.stat().st_mtime - days * DAY))
-        monkeypatch.setattr(scratch, "gethostname", lambda: names[host.split()[0]])
+        monkeypatch.setattr(scratch_directories, "gethostname", lambda: names[host.split()[0]])
         same_boot = boot == "same boot"
-        monkeypatch.setattr(scratch, "boot_id", lambda: "aaaaaaaa-0" if same_boot else "bbbb-0")
-        with scratch.hold_scratch_directory():
+        monkeypatch.setattr(
+            scratch_directories, "boot_id", lambda: "aaaaaaaa-0" if same_boot else "bbbb-0"
+        )
+        with scratch_directories.hold_scratch_directory():
             gone = not (used / "model.keras").exists()
         may_go = same_boot or (host == "same host" and days > 30)
         assert gone == (may_go and lock != "held")
 
 
 def test_the_socket_of_a_fork_server_of_another_host_stays_in_a_shared_place(place, monkeypatch):
-    for boot, expected in (("aaaaaaaa-0", True), (scratch.boot_id(), False)):
+    for boot, expected in (("aaaaaaaa-0", True), (scratch_directories.boot_id(), False)):
         with monkeypatch.context() as patch:
-            patch.setattr(scratch, "boot_id", lambda boot=boot: boot)
+            patch.setattr(scratch_directories, "boot_id", lambda boot=boot: boot)
             (place / "warm-1.lock").write_text(f"1 1 {forkserver._boot_and_pid_namespace()}")
         (place / "warm-1").touch()
         forkserver.remove_sockets_of_ended_owners(place)
@@ -140,7 +142,7 @@ def test_the_socket_of_a_fork_server_of_another_host_stays_in_a_shared_place(pla
 
 def test_where_there_is_something_else_in_its_place_a_directory_is_made_all_the_same(place):
     (place / f"farandole-{os.getuid()}").touch()
-    with scratch.temporary_directory() as own:
+    with scratch_directories.temporary_directory() as own:
         assert own.parent == place
     assert not own.exists()
 
@@ -150,9 +152,11 @@ def test_where_nothing_can_be_locked_nothing_is_left_behind(place, monkeypatch):
         raise OSError(errno.ENOLCK, "no locks here")
 
     monkeypatch.setattr(fcntl, "flock", refused)
-    with scratch.temporary_directory() as own:
+    with scratch_directories.temporary_directory() as own:
         assert own.parent == place
-    assert [path for path in place.rglob("*") if path != warm_workers.private_user_directory()] == []
+    assert [
+        path for path in place.rglob("*") if path != warm_workers.private_user_directory()
+    ] == []
 
 
 def take(folder, how):
@@ -178,7 +182,7 @@ def test_a_directory_of_another_user_is_passed_over(place, monkeypatch, how):
     name = f"farandole-{os.getuid()}"
     take(place / name, how)
     for expected in (session / name, home / ".farandole"):
-        assert scratch.private_user_directory() == expected
+        assert scratch_directories.private_user_directory() == expected
         assert expected.stat().st_mode & 0o777 == 0o700
         expected.rmdir()
         take(expected, how)
@@ -188,8 +192,8 @@ def test_a_directory_of_another_user_is_passed_over(place, monkeypatch, how):
             break
     else:
         with pytest.raises(PermissionError, match=re.escape(str(place / name))):
-            scratch.private_user_directory()
-    with scratch.temporary_directory() as own:
+            scratch_directories.private_user_directory()
+    with scratch_directories.temporary_directory() as own:
         assert own.parent == place, "large files stay in the directory for temporary files"
 
 

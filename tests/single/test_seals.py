@@ -18,7 +18,7 @@ from farandole._native import store as native
 from farandole.runner.agent import WorkerSpec
 from farandole.runner.errors import FarandoleJobError
 from farandole.spark.common import LocalBackend, LocalStore
-from farandole.stores import checkpoint_signatures, durable, run_keys
+from farandole.stores import checkpoint_signatures, durable_writes, run_keys
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -39,14 +39,14 @@ def test_the_last_two_are_known_and_foreign_files_are_not(tmp_path, secret, capl
     run, folder = run_of(tmp_path), tmp_path / "runs" / "r"
     for epoch in range(1, 6):
         run.write_checkpoint("checkpoint", archive(str(epoch)))
-        assert text_of(run.resume()) == str(epoch)
+        assert text_of(run.read_checkpoint_to_resume()) == str(epoch)
     (folder / "checkpoint").write_bytes(archive("a stranger's"))
-    assert text_of(run.resume()) == "4"
+    assert text_of(run.read_checkpoint_to_resume()) == "4"
     assert "no job of this run wrote it" in caplog.text
     (folder / "checkpoint").write_bytes(archive("a stranger's"))
     (folder / "checkpoint.previous").write_bytes(archive("a stranger's"))
     with pytest.raises(ValueError, match="no usable checkpoint"):
-        run.resume()
+        run.read_checkpoint_to_resume()
 
 
 def test_a_foreign_best_checkpoint_is_not_used(tmp_path, secret):
@@ -60,21 +60,21 @@ def test_a_foreign_best_checkpoint_is_not_used(tmp_path, secret):
 def test_with_a_secret_a_foreign_marker_is_worth_nothing(tmp_path, monkeypatch):
     monkeypatch.delenv(checkpoint_signatures.SECRET_VARIABLE, raising=False)
     run_of(tmp_path).write_checkpoint("checkpoint", archive("without"))
-    assert text_of(run_of(tmp_path).resume()) == "without"
+    assert text_of(run_of(tmp_path).read_checkpoint_to_resume()) == "without"
     monkeypatch.setenv(checkpoint_signatures.SECRET_VARIABLE, "mine")
     with pytest.raises(ValueError, match="no usable checkpoint"):
-        run_of(tmp_path).resume()
+        run_of(tmp_path).read_checkpoint_to_resume()
     monkeypatch.setenv(checkpoint_signatures.SECRET_VARIABLE, "another's")
     run_of(tmp_path, "other").write_checkpoint("checkpoint", archive("another's"))
     monkeypatch.setenv(checkpoint_signatures.SECRET_VARIABLE, "mine")
     with pytest.raises(ValueError, match="no usable checkpoint"):
-        run_of(tmp_path, "other").resume()
+        run_of(tmp_path, "other").read_checkpoint_to_resume()
     # A run's files under another run's name, too.
     run_of(tmp_path, "mine").write_checkpoint("checkpoint", archive("mine"))
     shutil.copytree(tmp_path / "runs" / "mine", tmp_path / "runs" / "copy")
-    assert text_of(run_of(tmp_path, "mine").resume()) == "mine"
+    assert text_of(run_of(tmp_path, "mine").read_checkpoint_to_resume()) == "mine"
     with pytest.raises(ValueError, match="no usable checkpoint"):
-        run_of(tmp_path, "copy").resume()
+        run_of(tmp_path, "copy").read_checkpoint_to_resume()
     assert "mine" not in repr(run_of(tmp_path, "x").run_key or b"")
     assert "run_key" not in repr(run_of(tmp_path, "x"))
 
@@ -85,10 +85,10 @@ def test_a_run_of_before_there_were_markers_continues(tmp_path, monkeypatch):
     folder.mkdir(parents=True)
     (folder / "checkpoint").write_bytes(archive("old"))
     run = run_of(tmp_path)
-    assert text_of(run.resume()) == "old"
+    assert text_of(run.read_checkpoint_to_resume()) == "old"
     run.write_checkpoint("checkpoint", archive("new"))
     (folder / "checkpoint").write_bytes(b"cut")
-    assert text_of(run.resume()) == "old"
+    assert text_of(run.read_checkpoint_to_resume()) == "old"
 
 
 @pytest.mark.parametrize(
@@ -99,9 +99,9 @@ def test_a_damaged_marker_is_as_none(tmp_path, monkeypatch, marker):
     run = run_of(tmp_path)
     run.write_checkpoint("checkpoint", archive("1"))
     (tmp_path / "runs" / "r" / checkpoint_signatures.MARKER_FILENAME).write_bytes(marker)
-    assert text_of(run.resume()) == "1"
+    assert text_of(run.read_checkpoint_to_resume()) == "1"
     run.write_checkpoint("checkpoint", archive("2"))
-    assert text_of(run.resume()) == "2"
+    assert text_of(run.read_checkpoint_to_resume()) == "2"
 
 
 def test_a_marker_of_a_newer_version_is_refused_and_kept(tmp_path, monkeypatch):
@@ -119,7 +119,7 @@ def test_a_marker_of_a_newer_version_is_refused_and_kept(tmp_path, monkeypatch):
         rf"up to format"
     )
     with pytest.raises(ValueError, match=told):
-        run.resume()
+        run.read_checkpoint_to_resume()
     with pytest.raises(ValueError, match=told):
         run.write_checkpoint("checkpoint", archive("2"))
     assert path.read_text() == newer
@@ -129,8 +129,10 @@ def test_a_loss_of_power_at_any_moment_leaves_a_checkpoint_that_the_marker_knows
     tmp_path, secret, monkeypatch
 ):
     disk = Recorder(tmp_path / "runs" / "r")
-    monkeypatch.setattr(durable, "_LOCAL_FILES", disk)
-    monkeypatch.setattr(durable.write_durably, "__kwdefaults__", {"keeps": False, "disk": disk})
+    monkeypatch.setattr(durable_writes, "_LOCAL_FILES", disk)
+    monkeypatch.setattr(
+        durable_writes.write_durably, "__kwdefaults__", {"keeps": False, "disk": disk}
+    )
     run = run_of(tmp_path)
     for epoch in range(1, 4):
         run.write_checkpoint("checkpoint", archive(str(epoch)))
@@ -144,7 +146,7 @@ def test_a_loss_of_power_at_any_moment_leaves_a_checkpoint_that_the_marker_knows
         after.mkdir(parents=True)
         for name, data in files.items():
             (after / name).write_bytes(data)
-        found = run_of(tmp_path / f"after-{index}").resume()
+        found = run_of(tmp_path / f"after-{index}").read_checkpoint_to_resume()
         epoch = 0 if found is None else int(text_of(found))
         assert epoch in (done, done + 1), (done, epoch, sorted(files))
         seen.add((done, epoch))
@@ -195,7 +197,9 @@ def test_workers_without_the_secret_get_the_key_of_their_run_from_the_driver(tmp
     )
     folder = str(tmp_path)
     assert backend.run(commits, (folder, 2)) == [0, 0]
-    assert run_of(tmp_path, "job").resume() is not None, "the seal is that of the driver's secret"
+    assert run_of(tmp_path, "job").read_checkpoint_to_resume() is not None, (
+        "the seal is that of the driver's secret"
+    )
     assert backend.run(commits, (folder, 4)) == [2, 2]
     monkeypatch.setenv(checkpoint_signatures.SECRET_VARIABLE, "another's")
     with pytest.raises(FarandoleJobError, match="no usable checkpoint"):
@@ -226,7 +230,7 @@ def test_neither_the_secret_nor_a_key_is_in_what_is_sent_to_a_task(monkeypatch):
     monkeypatch.delenv(checkpoint_signatures.SECRET_VARIABLE, raising=False)
     assert not WorkerSpec("a ticket", b"").keys
     monkeypatch.setenv(checkpoint_signatures.SECRET_VARIABLE, "hunter2")
-    key = checkpoint_signatures.run_key("job")
+    key = checkpoint_signatures.run_signing_key("job")
     assert key is not None
     sent = pickle.dumps(WorkerSpec("a ticket", b""))
     assert pickle.loads(sent).keys, "the worker is told to ask"

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from farandole.runner.limits import start_timeout_seconds
-from farandole.runner.slots import SlotQueue
+from farandole.runner.job_limits import start_timeout_seconds
+from farandole.runner.job_slot_queue import SlotQueue
 
 
 class Jobs:
@@ -103,7 +103,9 @@ def test_the_wait_for_slots_is_a_part_of_a_given_start_timeout():
     left = []
 
     def second():
-        with jobs.slots.hold_slots_within_start_timeout(2, jobs.messages.append, 60, 60.0) as seconds:
+        with jobs.slots.hold_slots_within_start_timeout(
+            2, jobs.messages.append, 60, 60.0
+        ) as seconds:
             left.append(seconds)
 
     thread = threading.Thread(target=second)
@@ -116,7 +118,9 @@ def test_the_wait_for_slots_is_a_part_of_a_given_start_timeout():
     jobs.end("first")
     thread.join(20)
     assert 40 < left[0] < 59.6
-    with jobs.slots.hold_slots_within_start_timeout(2, jobs.messages.append, None, 600.0) as seconds:
+    with jobs.slots.hold_slots_within_start_timeout(
+        2, jobs.messages.append, None, 600.0
+    ) as seconds:
         assert seconds == start_timeout_seconds(None)
 
 

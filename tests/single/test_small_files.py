@@ -20,8 +20,8 @@ from farandole._native import store as native
 from farandole.common.commits import pack_commit_archive, unpack_commit_archive
 from farandole.data.prepare import prepare_data
 from farandole.spark.common import LocalStore
-from farandole.spark.common.runs.driver import RunDiffersError
-from farandole.stores import checkpoint_signatures, durable, small_files
+from farandole.spark.common.runs.run_fingerprint_check import RunDiffersError
+from farandole.stores import checkpoint_signatures, durable_writes, small_files
 from farandole.stores.small_files import DamagedFileError
 
 pytestmark = pytest.mark.timeout(300)
@@ -108,12 +108,12 @@ def data_store(tmp_path_factory):
 @pytest.mark.parametrize("name", DAMAGED)
 @pytest.mark.parametrize("file", ["_statistics.json", "_encoding.json"])
 def test_damaged_descriptions_of_data_are_named(tmp_path, name, file):
-    from farandole.data import learning, statistics
+    from farandole.data import encoding_learning, statistics
 
-    names = {statistics._STATISTICS_FILE, learning._ENCODING_FILE}
+    names = {statistics._STATISTICS_FILE, encoding_learning._ENCODING_FILE}
     chosen = next(one for one in names if file.removeprefix("_").split(".")[0][:6] in one)
     native.Store(str(tmp_path)).write(chosen, DAMAGED[name])
-    read = statistics.read_statistics if "statis" in chosen else learning.read_encoding
+    read = statistics.read_statistics if "statis" in chosen else encoding_learning.read_encoding
     with pytest.raises(DamagedFileError, match=rf"damaged: .*{chosen}"):
         read(str(tmp_path))
 
@@ -139,7 +139,7 @@ def test_an_archive_that_unpacks_to_more_than_it_has_is_refused_before_it_is_unp
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(DamagedFileError, match=r"damaged: a commit: .*unpack to"):
         unpack_commit_archive(data)
-    assert "unpack to" in (durable.find_damage(data) or "")
+    assert "unpack to" in (durable_writes.find_damage(data) or "")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10, "KiB"
     arrays = [np.arange(5.0), np.zeros((2, 3), np.int8)]
     found, plain = unpack_commit_archive(pack_commit_archive(arrays, {"step": 3}))
@@ -198,6 +198,6 @@ def test_a_marker_with_odd_entries_knows_the_others(tmp_path, monkeypatch):
     odd = [None, 3, [], {"sha256": []}, {"sha256": None, "seal": {}}]
     marker["checkpoints"]["checkpoint"] += odd
     path.write_text(json.dumps(marker))
-    assert text_of(run.resume()) == "1"
+    assert text_of(run.read_checkpoint_to_resume()) == "1"
     run.write_checkpoint("checkpoint", archive("2"))
-    assert text_of(run.resume()) == "2"
+    assert text_of(run.read_checkpoint_to_resume()) == "2"

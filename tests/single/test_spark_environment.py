@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.runner.environment import split_forwarded_variables
+from farandole.runner.forwarded_variables import split_forwarded_variables
 from farandole.spark import runner
 from farandole.spark.common import SparkBackend
 

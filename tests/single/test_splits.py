@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from farandole.data import ParquetLoader, prepare_data
-from farandole.data.splits import row_hashes
+from farandole.data.validation_splits import row_hashes
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -64,7 +64,7 @@ def test_each_class_gives_its_share_and_a_rare_one_gives_a_row(tmp_path):
 
 
 def test_large_classes_give_about_their_share(tmp_path, monkeypatch):
-    monkeypatch.setattr("farandole.data.splits._MAX_KEPT_HASHES", 20)
+    monkeypatch.setattr("farandole.data.validation_splits._MAX_KEPT_HASHES", 20)
     rows = table()
     _, val = split(rows, tmp_path, validation_stratify="kind")
     held = Counter(rows["kind"].take(val).to_pylist())
@@ -120,7 +120,7 @@ def test_the_latest_rows_are_held_out(tmp_path, column):
     ],
 )
 def test_rows_that_cannot_be_split_are_refused(tmp_path, monkeypatch, options, told):
-    monkeypatch.setattr("farandole.data.splits._MAX_CLASSES", 10)
+    monkeypatch.setattr("farandole.data.validation_splits._MAX_CLASSES", 10)
     rows = (
         table()
         .append_column("same", pa.array([1] * 1000))

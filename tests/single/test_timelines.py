@@ -20,21 +20,21 @@ def test_a_job_that_never_began_leaves_no_file_and_says_nothing(tmp_path, capsys
     assert capsys.readouterr().err == ""
     path.write_text("of a run before")
     with timelines.collect_timelines(path):
-        assert timelines.worker_variables() == {"FARANDOLE_TIMELINE": "GATHER"}
+        assert timelines.begin_timeline_collection() == {"FARANDOLE_TIMELINE": "GATHER"}
     assert path.read_text() == "of a run before"
     assert "no rank has sent a timeline" in capsys.readouterr().err
 
 
 def test_each_job_begins_its_own_timeline(tmp_path):
     with timelines.collect_timelines(tmp_path / "trace.json") as gathering:
-        timelines.worker_variables()
+        timelines.begin_timeline_collection()
         first = gathering._pieces
         timelines.collect_timeline_piece(0, b'{"offset":0,"size":2}\n[]')
         assert gathering._has_pieces
-        timelines.worker_variables()
+        timelines.begin_timeline_collection()
         assert gathering._pieces is not first
         assert not gathering._has_pieces
-    assert timelines.worker_variables() == {}
+    assert timelines.begin_timeline_collection() == {}
 
 
 def timeline(rank, start, world=1, size=2):
@@ -70,7 +70,7 @@ def test_of_two_timelines_of_a_rank_in_a_world_the_one_that_started_later_is_tak
         caplog.at_level(logging.WARNING, logger="farandole"),
         timelines.collect_timelines(path) as gathering,
     ):
-        timelines.worker_variables()
+        timelines.begin_timeline_collection()
         for index in order:
             timelines.collect_timeline_piece(*sent[index])
     assert [row["rank"] for row in gathering.summary["ranks"]] == [0, 1]
@@ -92,7 +92,7 @@ def test_a_task_may_send_the_timeline_of_another_rank_and_worlds_are_not_compare
         caplog.at_level(logging.WARNING, logger="farandole"),
         timelines.collect_timelines(path) as gathering,
     ):
-        timelines.worker_variables()
+        timelines.begin_timeline_collection()
         for task, piece in pieces:
             timelines.collect_timeline_piece(task, piece)
     assert [row["rank"] for row in gathering.summary["ranks"]] == [0, 1]
@@ -112,7 +112,7 @@ def test_two_files_of_one_rank_are_both_named(tmp_path):
 def test_a_thousand_ranks_are_in_one_file(tmp_path):
     path = tmp_path / "trace.json"
     with timelines.collect_timelines(path) as gathering:
-        timelines.worker_variables()
+        timelines.begin_timeline_collection()
         for rank in range(1000):
             timelines.collect_timeline_piece(rank, timeline(rank, 1_000 + rank, size=1000))
     assert [row["rank"] for row in gathering.summary["ranks"]] == list(range(1000))

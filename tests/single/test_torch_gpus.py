@@ -12,7 +12,7 @@ import torch
 import farandole.torch as hvd
 from farandole.common import basics, handles
 from farandole.common.exceptions import FarandoleEnvironmentError
-from farandole.torch import _device, _handles, _pin
+from farandole.torch import _gpu_selection, _gpu_tensors, _handles
 from farandole.torch.compress._exchange import EngineExchange
 from farandole.torch.distributed import _tensors
 
@@ -41,19 +41,19 @@ def seen(monkeypatch):
 
 
 def test_a_rank_takes_the_gpu_of_its_local_rank_once_cuda_is_used(seen):
-    _pin.select_gpu_of_rank()
+    _gpu_selection.select_gpu_of_rank()
     assert seen() == [2]
 
 
 def test_ranks_that_outnumber_gpus_share_them(seen, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    _pin.select_gpu_of_rank()
+    _gpu_selection.select_gpu_of_rank()
     assert seen() == [0]
 
 
 def test_the_gpu_that_spark_assigned_comes_first(seen, monkeypatch):
     monkeypatch.setenv("FARANDOLE_TASK_RESOURCES", json.dumps({"gpu": ["3"]}))
-    _pin.select_gpu_of_rank()
+    _gpu_selection.select_gpu_of_rank()
     assert seen() == [3]
 
 
@@ -65,7 +65,7 @@ def test_a_script_that_has_chosen_or_has_no_choice_is_left_alone(seen, monkeypat
         monkeypatch.setattr(basics, "size", lambda: 1)
     else:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: int(reason == "one"))
-    _pin.select_gpu_of_rank()
+    _gpu_selection.select_gpu_of_rank()
     assert seen() == []
 
 
@@ -81,12 +81,12 @@ class OnGpu:
 
 def test_a_gpu_that_cannot_be_used_is_said_once_and_torch_copies(capfd):
     hvd.init()
-    _device._usable_by_ordinal.clear()
-    assert [_device.is_usable_in_place(OnGpu()) for _ in range(2)] == [False, False]
+    _gpu_tensors._usable_by_ordinal.clear()
+    assert [_gpu_tensors.is_usable_in_place(OnGpu()) for _ in range(2)] == [False, False]
     run_queued = capfd.readouterr().err
     assert run_queued.count("tensors on GPU 1000 are copied to the host by torch") == 1
     with pytest.raises(FarandoleEnvironmentError):
-        _device.engine.open_device(1000, [])
+        _gpu_tensors.engine.open_device(1000, [])
 
 
 class Resident(torch.Tensor):
@@ -104,7 +104,7 @@ class Resident(torch.Tensor):
 
 
 def test_torch_distributed_hands_the_engine_no_address_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(_device, "is_usable_in_place", lambda _: True)
+    monkeypatch.setattr(_gpu_tensors, "is_usable_in_place", lambda _: True)
     there = torch.arange(3.0).as_subclass(Resident)
     assert _handles.to_engine_tensor(there) is there
     for copied in (
@@ -137,7 +137,7 @@ class OnGpuGathered:
 
 def test_a_result_that_a_compressor_gathers_on_a_gpu_is_fetched_by_the_stream(monkeypatch):
     hvd.init()
-    monkeypatch.setattr(_device, "current_stream_handle", lambda ordinal: 40 + ordinal)
+    monkeypatch.setattr(_gpu_tensors, "current_stream_handle", lambda ordinal: 40 + ordinal)
     exchange = EngineExchange("t", hvd.global_process_set)
     exchange.size = 2
     gathered = OnGpuGathered()
@@ -152,12 +152,12 @@ def test_a_result_that_a_compressor_gathers_on_a_gpu_is_fetched_by_the_stream(mo
 def test_several_tensors_of_a_stream_ask_for_it_once(monkeypatch):
     asked = []
     monkeypatch.setattr(
-        _device, "current_stream_handle", lambda ordinal: asked.append(ordinal) or 40 + ordinal
+        _gpu_tensors, "current_stream_handle", lambda ordinal: asked.append(ordinal) or 40 + ordinal
     )
     tensors = [OnGpu(), torch.ones(1), OnGpu()]
-    assert _device.gpus_and_streams_of(tensors) == [(1000, 1040), None, (1000, 1040)]
+    assert _gpu_tensors.gpus_and_streams_of(tensors) == [(1000, 1040), None, (1000, 1040)]
     assert asked == [1000]
-    assert _device.gpus_and_streams_of(tensors[1:2]) is None
+    assert _gpu_tensors.gpus_and_streams_of(tensors[1:2]) is None
 
 
 class Lent(Resident):
@@ -169,7 +169,7 @@ class Lent(Resident):
 
 def test_memory_of_an_operation_is_kept_for_the_stream_that_waits_for_it(monkeypatch):
     current = [40]
-    monkeypatch.setattr(_device, "current_stream_handle", lambda _: current[0])
+    monkeypatch.setattr(_gpu_tensors, "current_stream_handle", lambda _: current[0])
     monkeypatch.setattr(torch.cuda, "current_stream", lambda ordinal: (ordinal, current[0]))
     monkeypatch.setattr(handles, "engine", SimpleNamespace(wait=lambda *_: None))
     table = _handles._TorchHandleTable("t")
@@ -196,7 +196,7 @@ def test_memory_of_an_operation_is_kept_for_the_stream_that_waits_for_it(monkeyp
 
 
 def test_a_wait_that_fails_or_is_interrupted_keeps_memory_as_long_as_its_handle(monkeypatch):
-    monkeypatch.setattr(_device, "current_stream_handle", lambda _: 40)
+    monkeypatch.setattr(_gpu_tensors, "current_stream_handle", lambda _: 40)
     table = _handles._TorchHandleTable("t")
 
     def wait(*_):

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from farandole._native import engine
-from farandole.torch import _memory
+from farandole.torch import _large_tensor_memory
 from farandole.torch.compression import Compression
 
 LARGE = engine.LARGE_MEMORY // 4
@@ -53,14 +53,16 @@ def test_tensors_without_memory_are_cast():
     assert seen.dtype is torch.float16
     assert seen.shape == (2, LARGE)
     with FakeTensorMode():
-        assert _memory.uninitialized_tensor((LARGE,), torch.float32, torch.device("cpu")).shape == (LARGE,)
+        assert _large_tensor_memory.uninitialized_tensor(
+            (LARGE,), torch.float32, torch.device("cpu")
+        ).shape == (LARGE,)
         assert Compression.bf16.compress(torch.empty(LARGE))[0].dtype is torch.bfloat16
 
 
 def test_large_memory_is_prepared_and_small_is_not(monkeypatch):
     prepared = []
     monkeypatch.setattr(engine, "advise_large_pages", lambda *range_: prepared.append(range_))
-    small = _memory.empty_like(torch.empty(LARGE - 1))
-    large = _memory.empty_like(torch.empty(LARGE))
+    small = _large_tensor_memory.uninitialized_like(torch.empty(LARGE - 1))
+    large = _large_tensor_memory.uninitialized_like(torch.empty(LARGE))
     assert prepared == [(large.data_ptr(), large.nbytes)]
     assert small.nbytes < engine.LARGE_MEMORY

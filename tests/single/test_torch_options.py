@@ -20,7 +20,7 @@ from farandole.spark.common import Backend, LocalBackend, LocalStore
 from farandole.spark.common.datamodule import DataModule, NVTabularDataModule
 from farandole.spark.common.transform import batched
 from farandole.spark.torch.callbacks import Callback
-from farandole.spark.torch.saving.payload import unpack_state
+from farandole.spark.torch.saving.state_bytes import unpack_state
 from farandole.torch.compress import Int8, PowerSGD, TopK
 
 pytestmark = pytest.mark.timeout(300)

@@ -17,7 +17,7 @@ from farandole.spark.torch import TorchEstimator
 from farandole.spark.torch.columns.losses import label_dtype, shape_label
 from farandole.spark.torch.columns.tensors import input_tensor
 from farandole.spark.torch.job import TorchInput
-from farandole.spark.torch.saving.payload import unpack_state
+from farandole.spark.torch.saving.state_bytes import unpack_state
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -46,7 +46,7 @@ class World:
         while len(books.taken_pieces) < self.passes:
             if books.epoch >= EPOCHS:
                 return bool(books.taken_pieces)
-            epoch = books.begin_epoch()
+            epoch = books.advance_to_next_epoch()
             while len(books.taken_pieces) < self.passes and books.next_piece(epoch) is not None:
                 pass
         return True
@@ -62,7 +62,7 @@ class World:
                 return True  # somebody had finished the step
         self.count()
         for books in self.ranks:
-            books.finish_step()
+            books.commit_taken_pieces()
         return True
 
     def count(self) -> None:
@@ -88,7 +88,7 @@ class World:
             # Those that have not finished it take the state of one that has, which may have read
             # on.
             for books in left:
-                books.finish_step()
+                books.commit_taken_pieces()
             if self.random.random() < 0.5 and left[0].epoch < EPOCHS - 1:
                 self.take_step_rows(left[0])
         comers = self.random.randint(0, 2)
@@ -135,11 +135,11 @@ def test_rd_t1_each_row_of_each_epoch_counts_once(start: int) -> None:
 
 def test_an_epoch_without_changes_is_dealt_out_in_order() -> None:
     books = RowAssignment(10, 2, False, 1, 2, UnassignedRows(0, 0))
-    epoch = books.begin_epoch()
+    epoch = books.advance_to_next_epoch()
     pieces = []
     while (piece := books.next_piece(epoch)) is not None:
         pieces.append(piece)
-        books.finish_step()
+        books.commit_taken_pieces()
     assert [rows_of(books, piece) for piece in pieces] == [
         [(0, 1), (0, 3)],
         [(0, 5), (0, 7)],
@@ -152,5 +152,5 @@ def test_an_epoch_without_changes_is_dealt_out_in_order() -> None:
 def test_drop_last_drops_rows_that_do_not_fill_a_round() -> None:
     books = RowAssignment(10, 2, True, 0, 2, UnassignedRows(0, 0))
     assert books.rounds_left() == 2
-    epoch = books.begin_epoch()
+    epoch = books.advance_to_next_epoch()
     assert [books.next_piece(epoch) is not None for _ in range(3)] == [True, True, False]

@@ -12,8 +12,8 @@ import pytest
 from tests.single.test_checkpoint_safety import data, keras_fit, lightning_fit, torch_fit
 
 from farandole.runner.gang import JobOutput
-from farandole.runner.rank_files import RankFiles
-from farandole.stores import durable
+from farandole.runner.rank_files import RankOutputFiles
+from farandole.stores import durable_writes
 from farandole.stores.remote_store import RemoteStore
 
 __all__ = ["data"]
@@ -53,7 +53,7 @@ def test_a_fit_whose_logs_cannot_be_written_ends_well_and_says_so(data, monkeypa
     assert any("tfevents" in name for name in refused)
     folder = data / "runs" / "r"
     for name in ("checkpoint", "checkpoint.previous"):
-        assert durable.find_damage((folder / name).read_bytes()) is None
+        assert durable_writes.find_damage((folder / name).read_bytes()) is None
     assert not (folder / "logs").exists()
     # The next fit of the run has room again, and writes all epochs.
     fit(data, "r", 3)
@@ -64,7 +64,7 @@ def test_a_fit_whose_logs_cannot_be_written_ends_well_and_says_so(data, monkeypa
 def test_a_fit_whose_checkpoint_cannot_be_written_is_an_error(data, monkeypatch, fit):
     fit(data, "r", 1)
     with monkeypatch.context() as patched:
-        patched.setattr(durable, "_write_locally", full)
+        patched.setattr(durable_writes, "_write_locally", full)
         with pytest.raises(OSError, match="no space left"):
             fit(data, "r", 2)
     fit(data, "r", 2)
@@ -73,9 +73,9 @@ def test_a_fit_whose_checkpoint_cannot_be_written_is_an_error(data, monkeypatch,
 def test_output_of_ranks_that_cannot_be_written_to_files_stays_on_the_stream(
     tmp_path, monkeypatch, caplog
 ):
-    output = JobOutput(io.StringIO(), io.StringIO(), files=RankFiles(tmp_path, 1))
+    output = JobOutput(io.StringIO(), io.StringIO(), files=RankOutputFiles(tmp_path, 1))
     output.write_line(0, "stdout", "first")
-    monkeypatch.setattr(RankFiles, "write_line", full)
+    monkeypatch.setattr(RankOutputFiles, "write_line", full)
     for text in ("second", "third"):
         output.write_line(0, "stdout", text)
     assert "third" in output.stdout.getvalue()

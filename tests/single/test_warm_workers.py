@@ -134,7 +134,7 @@ def test_a_workers_whole_life_takes_a_tenth_of_a_second_or_the_time_of_a_few_int
     from farandole.runner.agent import worker_environment_changes
 
     # What a server imports depends on what this process has imported, by other tests for one.
-    wanted = warm_workers.choose_warm_workers(True, by_default=True)
+    wanted = warm_workers.resolve_warm_worker_settings(True, by_default=True)
     command = warm_workers.warm_worker_command(
         wanted, cold, worker_environment_changes({**changes, **env}, {}), os.getpid()
     )
@@ -394,7 +394,7 @@ def test_a_server_that_cannot_fork_or_import_declines_and_workers_come_the_long_
     for preload in ("threaded", "no_such_module"):
         monkeypatch.setattr(
             warm_workers,
-            "choose_warm_workers",
+            "resolve_warm_worker_settings",
             lambda *_, preload=preload, **__: warm_workers.WarmWorkerSettings((preload,), 20.0),
         )
         ((_, _, pid),) = LocalBackend(1, verbose=0).run(begun)
@@ -403,27 +403,27 @@ def test_a_server_that_cannot_fork_or_import_declines_and_workers_come_the_long_
 
 def test_warm_workers_are_wanted_with_torch_and_repeated_fits(monkeypatch):
     monkeypatch.delenv("FARANDOLE_WARM_WORKERS", raising=False)
-    assert warm_workers.choose_warm_workers(None, by_default=True) is not None
-    assert warm_workers.choose_warm_workers(None, by_default=False) is None
-    assert warm_workers.choose_warm_workers(True, by_default=False) is not None
-    assert warm_workers.choose_warm_workers(False, by_default=True) is None
+    assert warm_workers.resolve_warm_worker_settings(None, by_default=True) is not None
+    assert warm_workers.resolve_warm_worker_settings(None, by_default=False) is None
+    assert warm_workers.resolve_warm_worker_settings(True, by_default=False) is not None
+    assert warm_workers.resolve_warm_worker_settings(False, by_default=True) is None
     monkeypatch.setenv("FARANDOLE_WARM_WORKERS", "off")
-    assert warm_workers.choose_warm_workers(None, by_default=True) is None
+    assert warm_workers.resolve_warm_worker_settings(None, by_default=True) is None
     monkeypatch.setenv("FARANDOLE_WARM_WORKERS", "sometimes")
     with pytest.raises(
         ValueError, match="FARANDOLE_WARM_WORKERS must be auto, on or off: sometimes"
     ):
-        warm_workers.choose_warm_workers(None, by_default=True)
+        warm_workers.resolve_warm_worker_settings(None, by_default=True)
     monkeypatch.delenv("FARANDOLE_WARM_WORKERS")
     with monkeypatch.context() as inner:
         # Who talks to kernels has imported that, too; that a kernel wants them is seen in one
         # (test_notebook.py).
         inner.setitem(sys.modules, "ipykernel", sys)
-        assert warm_workers.choose_warm_workers(None, by_default=False) is None
+        assert warm_workers.resolve_warm_worker_settings(None, by_default=False) is None
         inner.setenv("DATABRICKS_RUNTIME_VERSION", "17.3")
-        assert warm_workers.choose_warm_workers(None, by_default=False) is not None
-    search = {"__name__": "pyspark.ml.tuning", "wanted": warm_workers.choose_warm_workers}
+        assert warm_workers.resolve_warm_worker_settings(None, by_default=False) is not None
+    search = {"__name__": "pyspark.ml.tuning", "wanted": warm_workers.resolve_warm_worker_settings}
     exec("found = wanted(None, by_default=False)", search)
     assert search["found"] is not None
     monkeypatch.delitem(sys.modules, "torch")
-    assert warm_workers.choose_warm_workers(None, by_default=True) is None
+    assert warm_workers.resolve_warm_worker_settings(None, by_default=True) is None

@@ -19,7 +19,7 @@ from tests.spark.deployments import connect_server, drive
 
 import farandole.spark
 from farandole.runner.errors import FarandoleJobError
-from farandole.runner.limits import elastic_timeout_seconds
+from farandole.runner.job_limits import elastic_timeout_seconds
 from farandole.spark.job.decommission import own_executor_id
 from farandole.spark.runner import elastic_worker_counts
 

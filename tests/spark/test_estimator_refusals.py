@@ -15,7 +15,7 @@ from pyspark.ml.linalg import Vectors
 from farandole.spark.common import LocalStore, SparkBackend
 from farandole.spark.torch import TorchEstimator
 from farandole.spark.torch.job import TorchUserObjects
-from farandole.spark.torch.saving import payload
+from farandole.spark.torch.saving import state_bytes
 
 pytestmark = pytest.mark.timeout(60, func_only=True)
 
@@ -111,7 +111,7 @@ def test_an_error_names_the_part_of_a_model_that_cannot_be_pickled():
             "metrics[0][0]: cannot pickle",
         ),
     ):
-        told = refused(lambda objects=objects: payload.pickle_job_objects(objects), TypeError)
+        told = refused(lambda objects=objects: state_bytes.pickle_job_objects(objects), TypeError)
         assert told.startswith(f"cannot be pickled for the training processes: {guilty}")
 
 

@@ -15,8 +15,21 @@ from farandole.spark.keras import KerasEstimator
 from farandole.spark.lightning import LightningEstimator
 from farandole.spark.torch import TorchEstimator
 
-HOOKS = ("_plan_training", "get_model_class", "_framework_fingerprint_parts", "_loss_output_form")
-STEPS = ("fit", "_fit", "_fit_table", "_fit_existing_data", "_open_fit_resources", "_train", "_run_job_with_retries")
+HOOKS = (
+    "_create_framework_job",
+    "get_model_class",
+    "_framework_fingerprint_parts",
+    "_loss_output_form",
+)
+STEPS = (
+    "fit",
+    "_fit",
+    "_fit_table",
+    "_fit_existing_data",
+    "_open_fit_resources",
+    "_train",
+    "_run_job_with_retries",
+)
 
 
 @pytest.mark.parametrize("kind", [TorchEstimator, LightningEstimator, KerasEstimator])

@@ -28,7 +28,7 @@ from farandole.spark.common.datamodule import NVTabularDataModule, ParquetDataMo
 from farandole.spark.keras import KerasEstimator
 from farandole.spark.keras.predict import KerasPredictor
 from farandole.spark.keras.remote import train_rank
-from farandole.spark.keras.saving import payload
+from farandole.spark.keras.saving import model_bytes
 from farandole.spark.keras.training.learning_rate import ScaledLearningRate
 
 pytestmark = pytest.mark.timeout(300)
@@ -234,11 +234,11 @@ def ended_together(model, trained, folder):
 
 
 def weights(model):
-    return payload.unpack_model(model).get_weights()
+    return model_bytes.unpack_model(model).get_weights()
 
 
 def rate(model):
-    optimizer = payload.unpack_model(model).optimizer
+    optimizer = model_bytes.unpack_model(model).optimizer
     return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
 
 
@@ -624,7 +624,7 @@ def test_predictions_are_as_exact_as_the_model():
     whole = keras.ops.cast(x * 3, "int32") + (2**24 + 1)  # no float32 holds it
     model = keras.Model(x, [keras.layers.Rescaling(1 / 3, dtype="float64")(x), whole])
     predictor = KerasPredictor(
-        model=payload.pack_model(model),
+        model=model_bytes.pack_model(model),
         custom_objects=pickling.pickle_by_value({}),
         backend=keras.backend.backend(),
         columns=("x",),

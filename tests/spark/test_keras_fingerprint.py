@@ -10,8 +10,8 @@ import pytest
 from tests.single.training import Here, write
 
 from farandole.spark.common import LocalStore
-from farandole.spark.common.runs.driver import RunDiffersError
 from farandole.spark.common.runs.fingerprint import Fingerprint
+from farandole.spark.common.runs.run_fingerprint_check import RunDiffersError
 from farandole.spark.keras import KerasEstimator
 from farandole.spark.keras.fingerprint_parts import model_parts
 

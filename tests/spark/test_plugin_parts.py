@@ -14,9 +14,9 @@ from tests.single.test_timelines import timeline
 from farandole.runner import timelines
 from farandole.runner.errors import FarandoleJobError
 from farandole.runner.gang import JobOutput
-from farandole.runner.show import training
+from farandole.runner.show import training_run_reports
 from farandole.spark import shim as shims
-from farandole.spark.common.show.meter import StepMeter
+from farandole.spark.common.show.step_meter import StepMeter
 from farandole.spark.job.executor_loss import ExecutorLossReasons
 from farandole.spark.shim import SparkPlugin
 
@@ -97,11 +97,11 @@ def test_the_plugin_is_added_to_the_jars_and_plugins_that_a_builder_has(tmp_path
 
 
 def test_a_run_is_reported_from_its_start_to_its_end(java_plugin):
-    with training.report_run(
+    with training_run_reports.report_run(
         SparkPlugin(java_plugin), "mine", "TorchEstimator", {"epochs": 2, "lr": float("inf")}
     ) as run:
-        assert training.current_run() is run
-        with training.report_run(SparkPlugin(java_plugin), "inner", "run") as inner:
+        assert training_run_reports.current_run() is run
+        with training_run_reports.report_run(SparkPlugin(java_plugin), "inner", "run") as inner:
             assert inner is run, "what a fit starts is a part of the fit"
         run.set_job_tag("farandole-1", 2)
         run.update_rank_facts(0, {"pid": 7})  # which is rank 1, as it turns out
@@ -125,7 +125,7 @@ def test_a_run_is_reported_from_its_start_to_its_end(java_plugin):
         )
         run.record_restart("a host was lost")
         assert java_plugin.row("run")["state"] == "running"
-    assert training.current_run() is training.SILENT_RUN
+    assert training_run_reports.current_run() is training_run_reports.SILENT_RUN
     told = java_plugin.row("run")
     assert told | {"started": 0, "ended": 0, "user": ""} == {
         "name": "mine",
@@ -163,7 +163,10 @@ def test_a_run_is_reported_from_its_start_to_its_end(java_plugin):
     [(FarandoleJobError("rank 1 failed"), "failed"), (KeyboardInterrupt(), "interrupted")],
 )
 def test_a_failed_run_says_why(java_plugin, error, state):
-    with pytest.raises(type(error)), training.report_run(SparkPlugin(java_plugin), "mine", "run"):
+    with (
+        pytest.raises(type(error)),
+        training_run_reports.report_run(SparkPlugin(java_plugin), "mine", "run"),
+    ):
         raise error
     assert java_plugin.row("run")["state"] == state
     assert java_plugin.row("run")["reason"] == (str(error) or "KeyboardInterrupt")
@@ -171,14 +174,14 @@ def test_a_failed_run_says_why(java_plugin, error, state):
 
 def test_a_plugin_that_fails_is_left_alone_and_the_run_continues(java_plugin):
     java_plugin.broken = True
-    with training.report_run(SparkPlugin(java_plugin), "mine", "run") as run:
+    with training_run_reports.report_run(SparkPlugin(java_plugin), "mine", "run") as run:
         run.set_placements(seats(2))
         run.add_event("something", "else")
     assert java_plugin.calls == 1
 
 
 def test_ranks_that_left_say_how_until_the_ranks_have_new_places(java_plugin):
-    run = training.TrainingRun(SparkPlugin(java_plugin), "mine", "run")
+    run = training_run_reports.TrainingRun(SparkPlugin(java_plugin), "mine", "run")
     run.set_placements(seats(2))
     run.mark_worker_gone(1, "failed")
     run.mark_worker_gone(0, "ended")
@@ -192,9 +195,9 @@ def test_the_tab_gets_the_timeline_once_it_is_written(java_plugin, tmp_path):
     path = tmp_path / "trace.json"
     with (
         timelines.collect_timelines(path) as gathering,
-        training.report_run(SparkPlugin(java_plugin), "mine", "run"),
+        training_run_reports.report_run(SparkPlugin(java_plugin), "mine", "run"),
     ):
-        timelines.worker_variables()
+        timelines.begin_timeline_collection()
         timelines.collect_timeline_piece(0, timeline(0, 1_000))
         assert "timeline" not in java_plugin.row("run")
     assert gathering.summary
@@ -204,15 +207,15 @@ def test_the_tab_gets_the_timeline_once_it_is_written(java_plugin, tmp_path):
 
 
 def test_a_timeline_elsewhere_is_only_named(java_plugin):
-    run = training.TrainingRun(SparkPlugin(java_plugin), "mine", "run")
+    run = training_run_reports.TrainingRun(SparkPlugin(java_plugin), "mine", "run")
     run.publish_timeline("s3://bucket/runs/mine/timeline.json")
     assert java_plugin.timelines == []
     assert java_plugin.row("run")["timeline_is_here"] is False
 
 
 def test_without_the_plugin_nothing_is_kept():
-    with training.report_run(None, "mine", "run") as run:
-        assert run is training.SILENT_RUN
+    with training_run_reports.report_run(None, "mine", "run") as run:
+        assert run is training_run_reports.SILENT_RUN
         run.set_placements(seats(2))
         run.record_location(0, "1")
         run.update_rank_facts(0, {"pid": 1})
@@ -227,7 +230,7 @@ def died(rank: int, **how: Any) -> FarandoleJobError:
 
 @pytest.fixture
 def loss_reasons(java_plugin):
-    run = training.TrainingRun(SparkPlugin(java_plugin), "mine", "run")
+    run = training_run_reports.TrainingRun(SparkPlugin(java_plugin), "mine", "run")
     java_plugin.queued_messages.append(
         {"kind": "removed", "executor": "1", "reason": "of a job before"}
     )

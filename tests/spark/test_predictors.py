@@ -10,9 +10,9 @@ import torch
 
 from farandole.common import pickling
 from farandole.spark.keras.predict import KerasPredictor
-from farandole.spark.keras.saving import payload as keras_payload
+from farandole.spark.keras.saving import model_bytes as keras_payload
 from farandole.spark.torch.predict import TorchPredictor
-from farandole.spark.torch.saving import payload as torch_payload
+from farandole.spark.torch.saving import state_bytes as torch_payload
 
 
 class TorchSum(torch.nn.Module):

@@ -413,7 +413,7 @@ def test_data_read_from_files_is_found_by_another_session_and_continues_after_a_
     # As a driver leaves it that is killed before the last partition: half of the marks, no
     # manifest.
     from farandole.data import prepared_directories
-    from farandole.spark.common.data import plan as plans
+    from farandole.spark.common.data import plan_fingerprints as plans
     from farandole.spark.common.data import prepare
 
     kept, base = {}, plan()
@@ -463,7 +463,9 @@ def test_a_preparation_whose_place_another_takes_stops(store, frame, tmp_path, m
         for name, _, _, _ in place.list_directory():
             place.delete(name)
         other.append(
-            prepared_directories.acquire_directory_to_prepare(store, "once b", resumable=False)[0]
+            prepared_directories.acquire_resumable_or_emptied_directory(
+                store, "once b", resumable=False
+            )[0]
         )
         return began(*args)
 
@@ -481,14 +483,17 @@ def ids_of(frame):
 
 
 def test_plans_that_say_too_little_of_themselves_are_not_found_by_others(spark, tmp_path):
-    from farandole.spark.common.data import plan
+    from farandole.spark.common.data import plan_fingerprints
 
     spark.range(10).write.parquet(f"{tmp_path}/rows")
     rows = spark.read.parquet(f"{tmp_path}/rows")
-    assert plan.portable_plan_text(rows.selectExpr("id + 1 as x").where("x > 3")) is not None
-    assert plan.portable_plan_text(rows.selectExpr("id + 1 as x")) != plan.portable_plan_text(
-        rows.selectExpr("id + 2 as x")
+    assert (
+        plan_fingerprints.portable_plan_text(rows.selectExpr("id + 1 as x").where("x > 3"))
+        is not None
     )
+    assert plan_fingerprints.portable_plan_text(
+        rows.selectExpr("id + 1 as x")
+    ) != plan_fingerprints.portable_plan_text(rows.selectExpr("id + 2 as x"))
     double = sf.udf(lambda value: value * 2, "long")
     for strange in (
         rows.select(double("id").alias("x")),
@@ -497,4 +502,4 @@ def test_plans_that_say_too_little_of_themselves_are_not_found_by_others(spark, 
         rows.groupBy("id").count(),
         spark.createDataFrame([(1,)], ["id"]),
     ):
-        assert plan.portable_plan_text(strange) is None
+        assert plan_fingerprints.portable_plan_text(strange) is None

@@ -22,10 +22,10 @@ from farandole.spark.common.saving import save_directory as module
 from farandole.spark.common.saving.save_directory import SaveDirectory
 from farandole.spark.lightning import LightningEstimator
 from farandole.spark.torch import TorchModel
-from farandole.spark.torch.saving import payload
+from farandole.spark.torch.saving import state_bytes
 
 pytestmark = pytest.mark.timeout(300)
-WRITES = ("write_rows", "write_text")
+WRITES = ("write_rows", "write_metadata_file")
 METADATA = {"class": "an.Object", "uid": "u", "paramMap": {}, "defaultParamMap": {}}
 
 
@@ -70,13 +70,17 @@ def breaking(monkeypatch, saved, call, *, after):
 
 @pytest.mark.parametrize("call", WRITES)
 def test_a_save_that_fails_leaves_the_old_object(spark, save_path, monkeypatch, call):
-    SaveDirectory(save_path, spark).write_object_version(METADATA, {"weights": b"old"}, overwrite=False)
+    SaveDirectory(save_path, spark).write_object_version(
+        METADATA, {"weights": b"old"}, overwrite=False
+    )
     failing = SaveDirectory(save_path, spark)
     breaking(monkeypatch, failing, call, after=False)
     with pytest.raises(Broken):
         failing.write_object_version(METADATA, {"weights": b"new"}, overwrite=True)
     assert read(save_path, spark) == {"weights": b"old"}
-    SaveDirectory(save_path, spark).write_object_version(METADATA, {"weights": b"next"}, overwrite=True)
+    SaveDirectory(save_path, spark).write_object_version(
+        METADATA, {"weights": b"next"}, overwrite=True
+    )
     assert read(save_path, spark) == {"weights": b"next"}
     assert [name.partition("/")[0] for name in files(save_path)] == ["data", "metadata"]
 
@@ -84,7 +88,9 @@ def test_a_save_that_fails_leaves_the_old_object(spark, save_path, monkeypatch, 
 def test_a_process_that_ends_after_its_data_or_metadata_leaves_one_whole_object(
     spark, save_path, monkeypatch
 ):
-    SaveDirectory(save_path, spark).write_object_version(METADATA, {"weights": b"old"}, overwrite=False)
+    SaveDirectory(save_path, spark).write_object_version(
+        METADATA, {"weights": b"old"}, overwrite=False
+    )
     for call, expected in zip(WRITES, (b"old", b"new"), strict=True):
         failing = SaveDirectory(save_path, spark)
         breaking(monkeypatch, failing, call, after=True)
@@ -96,14 +102,18 @@ def test_a_process_that_ends_after_its_data_or_metadata_leaves_one_whole_object(
 def test_a_failed_deletion_is_logged_and_repeated_by_the_next_save(
     spark, save_path, monkeypatch, caplog
 ):
-    SaveDirectory(save_path, spark).write_object_version(METADATA, {"weights": b"old"}, overwrite=False)
+    SaveDirectory(save_path, spark).write_object_version(
+        METADATA, {"weights": b"old"}, overwrite=False
+    )
     failing = SaveDirectory(save_path, spark)
     breaking(monkeypatch, failing, "delete_entry", after=False)
     with caplog.at_level(logging.WARNING, "farandole"):
         failing.write_object_version(METADATA, {"weights": b"new"}, overwrite=True)
     assert "could not be deleted" in caplog.text
     assert read(save_path, spark) == {"weights": b"new"}
-    SaveDirectory(save_path, spark).write_object_version(METADATA, {"weights": b"newest"}, overwrite=True)
+    SaveDirectory(save_path, spark).write_object_version(
+        METADATA, {"weights": b"newest"}, overwrite=True
+    )
     assert read(save_path, spark) == {"weights": b"newest"}
     assert len(files(save_path)) == 2
 
@@ -126,7 +136,9 @@ def test_files_of_others_are_never_deleted_where_no_object_is(spark, save_path, 
     theirs.write("data/save=0123/part-0.parquet", b"remains of a save that was cut off")
     shown = name if name.startswith(("data/", "metadata/")) else name.partition("/")[0]
     with pytest.raises(FileExistsError, match=re.escape(shown)) if overwrite else suppress(OSError):
-        SaveDirectory(save_path, spark).write_object_version(METADATA, {"weights": b"x"}, overwrite=overwrite)
+        SaveDirectory(save_path, spark).write_object_version(
+            METADATA, {"weights": b"x"}, overwrite=overwrite
+        )
     assert theirs.read(name) == b"of the user"
     if overwrite:
         assert files(save_path) == sorted([name, "data/save=0123/part-0.parquet"])
@@ -134,7 +146,9 @@ def test_files_of_others_are_never_deleted_where_no_object_is(spark, save_path, 
 
 def test_a_save_that_does_not_overwrite_deletes_nothing(spark, tmp_path):
     (tmp_path / "notes.txt").write_text("of the user")
-    SaveDirectory(str(tmp_path), spark).write_object_version(METADATA, {"weights": b"x"}, overwrite=False)
+    SaveDirectory(str(tmp_path), spark).write_object_version(
+        METADATA, {"weights": b"x"}, overwrite=False
+    )
     assert (tmp_path / "notes.txt").read_text() == "of the user"
     assert read(str(tmp_path), spark) == {"weights": b"x"}
 
@@ -145,7 +159,9 @@ def test_remains_of_a_first_save_that_was_cut_off_are_replaced(spark, save_path,
         breaking(monkeypatch, failing, call, after=call == WRITES[0])
         with pytest.raises(Broken):
             failing.write_object_version(METADATA, {"weights": b"cut"}, overwrite=True)
-    SaveDirectory(save_path, spark).write_object_version(METADATA, {"weights": b"new"}, overwrite=True)
+    SaveDirectory(save_path, spark).write_object_version(
+        METADATA, {"weights": b"new"}, overwrite=True
+    )
     assert read(save_path, spark) == {"weights": b"new"}
     assert len(files(save_path)) == 2
 
@@ -157,7 +173,9 @@ def test_objects_of_the_earlier_layout_are_read_and_replaced(spark, save_path):
     )
     old.write("metadata/part-00000.txt", text.encode() + b"\n")
     assert read(save_path, spark) == {"weights": b"earlier"}
-    SaveDirectory(save_path, spark).write_object_version(METADATA, {"weights": b"new"}, overwrite=True)
+    SaveDirectory(save_path, spark).write_object_version(
+        METADATA, {"weights": b"new"}, overwrite=True
+    )
     assert read(save_path, spark) == {"weights": b"new"}
     assert len(files(save_path)) == 2
 
@@ -165,7 +183,9 @@ def test_objects_of_the_earlier_layout_are_read_and_replaced(spark, save_path):
 def test_earlier_versions_read_what_is_written_now(spark, tmp_path):
     save_path = f"{tmp_path}/object"
     for data in (b"one", b"two"):
-        SaveDirectory(save_path, spark).write_object_version(METADATA, {"weights": data}, overwrite=True)
+        SaveDirectory(save_path, spark).write_object_version(
+            METADATA, {"weights": data}, overwrite=True
+        )
     (row,) = spark.read.parquet(f"{save_path}/data").collect()
     assert (row.part, row.chunk, bytes(row.bytes)) == ("weights", 0, b"two")
     assert json.loads(spark.read.text(f"{save_path}/metadata").first()[0])["class"] == "an.Object"
@@ -173,7 +193,9 @@ def test_earlier_versions_read_what_is_written_now(spark, tmp_path):
 
 def test_a_save_of_a_newer_format_is_refused(spark, save_path, monkeypatch):
     monkeypatch.setattr(module, "FORMAT_VERSION", module.FORMAT_VERSION + 1)
-    SaveDirectory(save_path, spark).write_object_version(METADATA, {"weights": b"newer"}, overwrite=False)
+    SaveDirectory(save_path, spark).write_object_version(
+        METADATA, {"weights": b"newer"}, overwrite=False
+    )
     monkeypatch.undo()
     with pytest.raises(
         ValueError,
@@ -237,14 +259,16 @@ def test_a_file_whose_rows_take_more_than_its_size_allows_is_read_only_with_a_hi
 
 def test_a_relative_path_is_synchronized_where_spark_writes_it(spark, tmp_path, monkeypatch):
     synchronized = []
-    monkeypatch.setattr(module.durable, "sync_tree", synchronized.append)
+    monkeypatch.setattr(module.durable, "fsync_directory_tree", synchronized.append)
     save_path = os.path.relpath(
         tmp_path / "object", spark._jvm.java.lang.System.getProperty("user.dir")
     )
     elsewhere = tmp_path / "some" / "other" / "directory"
     elsewhere.mkdir(parents=True)
     monkeypatch.chdir(elsewhere)
-    SaveDirectory(save_path, spark).write_object_version(METADATA, {"weights": b"here"}, overwrite=False)
+    SaveDirectory(save_path, spark).write_object_version(
+        METADATA, {"weights": b"here"}, overwrite=False
+    )
     assert (tmp_path / "object" / "metadata").is_dir()
     assert synchronized == [tmp_path / "object"] * 2
 
@@ -281,9 +305,11 @@ def test_no_file_holds_the_consent_to_run_it(spark, tmp_path):
     forged = {
         name: metadata[name] | {"allow_pickle": True} for name in ("paramMap", "defaultParamMap")
     }
-    objects = payload.unpickle_on_cpu(found.read_parts(metadata)["objects"]) | {"allow_pickle": True}
+    objects = state_bytes.unpickle_on_cpu(found.read_parts(metadata)["objects"]) | {
+        "allow_pickle": True
+    }
     SaveDirectory(save_path, spark).write_object_version(
-        metadata | forged, {"objects": payload.pickle_with_tensors(objects)}, overwrite=True
+        metadata | forged, {"objects": state_bytes.pickle_with_tensors(objects)}, overwrite=True
     )
     loaded = LightningEstimator.load(save_path)
     assert (loaded.getEpochs(), loaded.getAllowPickle()) == (3, None)
@@ -305,7 +331,9 @@ def test_a_model_and_its_pipeline_are_overwritten_and_what_was_cut_off_is_ignore
     model(1.0).write().overwrite().save(path)
     with monkeypatch.context() as patch:
         patch.setattr(
-            module._SparkSaveFiles, "write_text", lambda *_: (_ for _ in ()).throw(Broken("full"))
+            module._SparkSaveFiles,
+            "write_metadata_file",
+            lambda *_: (_ for _ in ()).throw(Broken("full")),
         )
         with pytest.raises(Broken):
             model(2.0).write().overwrite().save(path)

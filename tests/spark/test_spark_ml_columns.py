@@ -25,7 +25,7 @@ from tests.single.training import Here
 from farandole.data import Pad, ParquetLoader, frame_loader, statistics_of
 from farandole.data import prepare_data as prepare_frame
 from farandole.data.columns import ColumnRoles
-from farandole.data.splits import resolve_validation_split
+from farandole.data.validation_splits import resolve_validation_split
 from farandole.spark.common import LocalStore
 from farandole.spark.common.data.prepare import prepare_data
 from farandole.spark.common.model import base as model_module

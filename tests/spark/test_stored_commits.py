@@ -56,7 +56,7 @@ def test_commits_are_sealed_by_the_secret_of_the_driver(tmp_path, monkeypatch, r
         (Path(mine) / "runs/job" / checkpoint_signatures.MARKER_FILENAME).read_text()
     )["checkpoints"]["checkpoint"]
     assert all("seal" in one for one in entries)
-    assert LocalStore(mine).to_remote("job").resume() is not None, (
+    assert LocalStore(mine).to_remote("job").read_checkpoint_to_resume() is not None, (
         "the seal is that of the driver's secret"
     )
     assert run(commits, (mine, 4)) == [(2, [])] * 2

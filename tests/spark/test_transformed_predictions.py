@@ -118,9 +118,9 @@ def test_only_columns_of_training_are_reported_as_absent():
     def looks_up(row):
         return {"x": {"known": 1.0}[row["x"]]}
 
-    made = UserTransformation(looks_up, [("made", "float32", (), False)], ["text"]).without_label_columns(
-        ["x"], ["y"]
-    )
+    made = UserTransformation(
+        looks_up, [("made", "float32", (), False)], ["text"]
+    ).without_label_columns(["x"], ["y"])
     assert made.transform_features({"x": np.array(["known"])}, ["x"])["x"].tolist() == [1.0]
     with pytest.raises(KeyError, match="unknown"):
         made.transform_features({"x": np.array(["unknown"], object)}, ["x"])

@@ -13,7 +13,7 @@ from pyspark.ml.linalg import DenseMatrix, Vectors
 from pyspark.mllib.linalg import Vectors as OldVectors
 
 from farandole.data import Pad, frame_loader
-from farandole.spark.common.model.arrow import column_to_array
+from farandole.spark.common.model.arrow_arrays import column_to_array
 
 DENSE, SPARSE = Vectors.dense([0.0, 1.5, -2.0]), Vectors.sparse(3, {2: 4.0, 0: -0.5})
 EMPTY = Vectors.sparse(3, [])

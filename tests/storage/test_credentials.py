@@ -22,7 +22,7 @@ import farandole
 from farandole._native import store as native
 from farandole.data import ParquetLoader
 from farandole.spark.common import Store
-from farandole.stores.options import StorageOptions
+from farandole.stores.store_options import StorageOptions
 
 ROLE = "arn:aws:iam::1:role/r"
 

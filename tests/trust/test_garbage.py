@@ -32,10 +32,10 @@ from tests.trust.garbage import altered, cases, mutated, seconds
 import farandole
 from farandole._native import store as native
 from farandole.data import ParquetLoader
-from farandole.numpy import plain
+from farandole.numpy import plain_value_exchange
 from farandole.runner import warm_workers
 from farandole.spark.common.saving import save_directory
-from farandole.spark.torch.saving import tensorfile
+from farandole.spark.torch.saving import safetensors_bytes
 
 pytestmark = pytest.mark.timeout(120 + 4 * seconds())
 
@@ -76,7 +76,7 @@ def test_a_damaged_state_of_a_reader_is_an_error_and_leaves_the_reader_as_it_was
 
 def test_a_damaged_file_of_tensors_is_an_error_and_takes_no_memory():
     tensors = {"weight": torch.ones(3, 4), "steps": torch.tensor(7), "empty": torch.ones(0, 2)}
-    sound = tensorfile.dump_tensors(tensors)
+    sound = safetensors_bytes.dump_tensors(tensors)
     (length,) = struct.unpack_from("<Q", sound)
     header, data = json.loads(sound[8 : 8 + length]), sound[8 + length :]
     taken = refused = 0
@@ -89,7 +89,7 @@ def test_a_damaged_file_of_tensors_is_an_error_and_takes_no_memory():
             text = json.dumps(altered(draw, header)).encode()
             damaged = struct.pack("<Q", len(text)) + text + data
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        error = raised(ValueError, tensorfile.load_tensors, damaged)
+        error = raised(ValueError, safetensors_bytes.load_tensors, damaged)
         if error is None:
             taken += 1
         else:
@@ -158,7 +158,7 @@ def test_deep_and_huge_headers_of_tensors_are_errors():
     ]
     for text in (b"[" * 100_000, b"[]", b"7", *((one % shape).encode() for shape in shapes)):
         with pytest.raises(ValueError, match="not a whole file of tensors"):
-            tensorfile.load_tensors(struct.pack("<Q", len(text)) + text)
+            safetensors_bytes.load_tensors(struct.pack("<Q", len(text)) + text)
 
 
 @pytest.fixture
@@ -468,7 +468,7 @@ def test_another_user_gets_nothing_from_the_fork_server_and_keeps_nobody_from_it
 
 def test_a_damaged_message_of_plain_values_is_an_error():
     arrays = np.arange(6.0).reshape(2, 3), np.ones((0, 4)), np.float32(1)
-    sound = plain.pack_plain({"a": [1, 2.5, ("x", b"yz", *arrays)], 7: None})
+    sound = plain_value_exchange.pack_plain({"a": [1, 2.5, ("x", b"yz", *arrays)], 7: None})
     text, _, rest = sound.partition(b"\0")
     told = json.loads(text)
     taken = refused = 0
@@ -478,7 +478,7 @@ def test_a_damaged_message_of_plain_values_is_an_error():
         damaged = mutated(draw, sound)
         if draw.random() < 0.7:
             damaged = json.dumps(altered(draw, told)).encode() + b"\0" + rest
-        if raised(ValueError, plain.unpack_plain, damaged) is None:
+        if raised(ValueError, plain_value_exchange.unpack_plain, damaged) is None:
             taken += 1
         else:
             refused += 1

@@ -24,7 +24,7 @@ from tests.trust.test_poisoned_places import SAVED
 from farandole._native import store as native
 from farandole.data.prepare import prepare_data
 from farandole.spark.common import HDFSStore, LocalBackend, LocalStore, ObjectStore, Store
-from farandole.stores.options import StorageOptions
+from farandole.stores.store_options import StorageOptions
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -209,7 +209,7 @@ def test_a_loader_uses_the_options_of_a_store_of_this_process(monkeypatch):
     monkeypatch.setattr(StorageOptions, "apply", lambda self: applied.append(repr(self)))
     from farandole.data import loader
 
-    monkeypatch.setattr(loader, "find_table", lambda *_: 1 / 0)
+    monkeypatch.setattr(loader, "open_if_table", lambda *_: 1 / 0)
     for url, count in (("s3://in-a-loader/x/data", 1), ("s3://in-a-loader/xy", 0)):
         applied.clear()
         with pytest.raises(ZeroDivisionError):

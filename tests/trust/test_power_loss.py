@@ -31,7 +31,7 @@ from farandole.data.prepare import prepare_data
 from farandole.spark.common import LocalStore
 from farandole.spark.common.model.onnx import write_atomically
 from farandole.spark.common.saving import save_directory
-from farandole.stores import checkpoint_signatures, durable
+from farandole.stores import checkpoint_signatures, durable_writes
 
 pytestmark = pytest.mark.timeout(300)
 SIZE = 48 << 20
@@ -111,7 +111,9 @@ def test_checkpoints_that_were_written_are_there(disk):
     for epoch in range(1, 4):
         LocalStore(str(folder)).to_remote("r").write_checkpoint("checkpoint", archive(str(epoch)))
         with lose_power() as after:
-            assert text_of(LocalStore(str(after)).to_remote("r").resume()) == str(epoch)
+            assert text_of(
+                LocalStore(str(after)).to_remote("r").read_checkpoint_to_resume()
+            ) == str(epoch)
 
 
 @needs
@@ -152,7 +154,7 @@ def test_the_marker_and_the_records_of_a_run_are_there_with_its_checkpoint(disk,
         with lose_power() as after:
             left = LocalStore(str(after)).to_remote("r")
             # Without the marker, this checkpoint has no seal and is refused.
-            assert text_of(left.resume()) == str(epoch)
+            assert text_of(left.read_checkpoint_to_resume()) == str(epoch)
             assert [left.read(name) for name in records] == [str(epoch).encode()] * 3
 
 
@@ -176,7 +178,7 @@ def test_data_that_is_prepared_is_no_data_set_at_any_step_before_all_of_it_is_th
         (preparing._OpenPartition, "finish_partition"),
         (prepared_directories, "note_finished_partition"),
         (prepare, "commit_partitions"),
-        (prepared_directories.PreparedDirectory, "mark_complete"),
+        (prepared_directories.PreparedDirectory, "finish_preparation"),
     ):
         followed(monkeypatch, owner, name, step)
     rows = list(map(float, range(5_000)))
@@ -185,7 +187,7 @@ def test_data_that_is_prepared_is_no_data_set_at_any_step_before_all_of_it_is_th
         ("finish_partition", None),
         ("note_finished_partition", None),
         ("commit_partitions", rows),
-        ("mark_complete", rows),
+        ("finish_preparation", rows),
     ]
 
 
@@ -222,7 +224,7 @@ def sync_names(folder):
     contents.
     """
     for place, _, _ in os.walk(folder):
-        durable.DurableFileOperations().fsync_path(Path(place))
+        durable_writes.DurableFileOperations().fsync_path(Path(place))
 
 
 @needs
@@ -239,7 +241,7 @@ def test_a_loss_of_power_at_every_step_of_a_save_leaves_a_whole_model(
     def step(_name):
         # The worst of what the kernel may write back by itself: the metadata without the data.
         for path in (place / "metadata").iterdir():
-            durable.DurableFileOperations().fsync_path(path)
+            durable_writes.DurableFileOperations().fsync_path(path)
         sync_names(folder)
         with lose_power() as after:
             left = save_directory.SaveDirectory(str(after / "model"), session)
@@ -251,7 +253,7 @@ def test_a_loss_of_power_at_every_step_of_a_save_leaves_a_whole_model(
         {"class": "m", "n": 0}, {"weights": weights[0]}, overwrite=False
     )
     second = save_directory.SaveDirectory(str(place), session)
-    for call in ("write_rows", "write_text", "delete_entry"):
+    for call in ("write_rows", "write_metadata_file", "delete_entry"):
         followed(monkeypatch, second._files, call, step)
     second.write_object_version({"class": "m", "n": 1}, {"weights": weights[1]}, overwrite=True)
     assert steps[:2] == [0, 1]

@@ -17,7 +17,7 @@ use farandole::telemetry::{LogLine, OutputStream, RecordSink, WorkerRecord};
 #[derive(Default)]
 pub(crate) struct ConsoleSink {
     timestamps: bool,
-    files: Option<RankFiles>,
+    files: Option<RankOutputFiles>,
 }
 
 impl ConsoleSink {
@@ -33,7 +33,8 @@ impl ConsoleSink {
         ranks: u32,
         continued: bool,
     ) -> Result<Self> {
-        let files = folder.map(|folder| RankFiles::new(folder, ranks, continued)).transpose()?;
+        let files =
+            folder.map(|folder| RankOutputFiles::new(folder, ranks, continued)).transpose()?;
         Ok(Self { timestamps, files })
     }
 }
@@ -66,13 +67,13 @@ fn format_asctime() -> String {
 }
 
 /// The files `rank.<N>/stdout` and `rank.<N>/stderr`; `N` has as many digits as the highest rank.
-struct RankFiles {
+struct RankOutputFiles {
     folder: PathBuf,
     width: usize,
     open_files: Mutex<HashMap<(u32, OutputStream), File>>,
 }
 
-impl RankFiles {
+impl RankOutputFiles {
     fn new(folder: &Path, ranks: u32, continued: bool) -> Result<Self> {
         let width = ranks.saturating_sub(1).to_string().len();
         let files = Self { folder: folder.to_owned(), width, open_files: Mutex::default() };

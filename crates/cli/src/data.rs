@@ -12,7 +12,7 @@ use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
 use crate::embedding_interpreter::EmbeddingInterpreter;
 
 /// Module that does the work: its `main` takes the name of the subcommand and its arguments.
-const DATA_MODULE: &str = "farandole.data.command";
+const DATA_MODULE: &str = "farandole.data.data_command";
 
 /// Returns the command line.
 pub(crate) fn build_command() -> Command {

@@ -19,7 +19,9 @@ use farandole::config::{Config, PortRange, environment_variable};
 use farandole::cuda::{CudaInventoryEntry, CudaLibrary, LibrarySearchPath, collect_inventory};
 use farandole::launcher::allocation::LocalEnvironment;
 use farandole::launcher::{StaticJob, StopLevel};
-use farandole::registrar::{PROTOCOL_VERSION, Registrar, RegistrarOptions, TaskClient, host};
+use farandole::registrar::{
+    PROTOCOL_VERSION, Registrar, RegistrarOptions, TaskClient, local_host_facts,
+};
 use farandole::transport::{LinkKind, MemoryRendezvous, Mesh, MeshOptions};
 use farandole::world::{Rank, TaskId};
 
@@ -96,8 +98,9 @@ fn add_versions(page: &mut DoctorPage, python: &PythonInstallation) {
     let cores =
         thread::available_parallelism().map_or_else(|_| "?".to_owned(), |cores| cores.to_string());
     page.add_line("cores", &cores);
-    page.add_line("host hash", &host::host_facts().host_hash().0);
-    let addresses: Vec<String> = host::local_addresses().iter().map(ToString::to_string).collect();
+    page.add_line("host hash", &local_host_facts::host_facts().host_hash().0);
+    let addresses: Vec<String> =
+        local_host_facts::local_addresses().iter().map(ToString::to_string).collect();
     page.add_line("addresses", &addresses.join(", "));
     match Config::from_env() {
         Ok(_) => page.add_line("configuration", "the environment parses"),
@@ -187,7 +190,7 @@ fn try_link(use_shared_memory: bool, expected: LinkKind) -> Result<String> {
         // Any port: the range of the user may be taken by a job.
         ports: PortRange { first: 0, last: 0 },
         // Both ranks are in this process, so the key protects nothing.
-        ..MeshOptions::new(Rank(rank), 2, host::host_facts().host_hash(), [7; 32])
+        ..MeshOptions::new(Rank(rank), 2, local_host_facts::host_facts().host_hash(), [7; 32])
     };
     thread::scope(|scope| {
         let sender = scope.spawn(|| -> Result<()> {
@@ -298,7 +301,7 @@ fn try_launching(page: &mut DoctorPage) {
             let registrar = Registrar::start_job(options)?;
             let deadline = Instant::now() + TRIAL_TIMEOUT;
             let client = TaskClient::connect(registrar.ticket(), TaskId(0), None, deadline)?;
-            client.register_task(0, &host::host_facts(), deadline)?;
+            client.register_task(0, &local_host_facts::host_facts(), deadline)?;
             let world = client.await_assignment(deadline)?;
             Ok(format!("{} task was given a rank over TLS", world.size()))
         },

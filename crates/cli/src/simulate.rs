@@ -131,7 +131,9 @@ fn simulate_cluster(matches: &ArgMatches) -> Result<SimulationReport> {
     let allreduces =
         sizes.iter().map(|bytes| collective.simulate(*bytes)).collect::<Result<_, _>>()?;
     if let (Some(path), Some(bytes)) = (matches.get_one::<PathBuf>("goal"), sizes.first()) {
-        save_file(path, |out| goal_format::write_goal_schedule(out, &collective, *bytes))?;
+        save_file_atomically(path, |out| {
+            goal_format::write_goal_schedule(out, &collective, *bytes)
+        })?;
     }
     let control = ControlRound::simulate(&cluster)?;
     let step =
@@ -150,7 +152,7 @@ fn simulate_cluster(matches: &ArgMatches) -> Result<SimulationReport> {
 }
 
 /// Writes a temporary file beside `path`, which replaces `path` when it is complete.
-fn save_file(
+fn save_file_atomically(
     path: &Path,
     write: impl FnOnce(&mut BufWriter<File>) -> farandole_simulator::Result<()>,
 ) -> Result<()> {

@@ -96,7 +96,7 @@ pub(crate) fn add_store_options(command: Command) -> Command {
                 .global(true)
                 .value_name("KEY=VALUE")
                 .action(ArgAction::Append)
-                .value_parser(parse_option)
+                .value_parser(parse_storage_option)
                 .help(
                     "A storage option, such as endpoint_url=http://localhost:9000; may be \
                      repeated. Secrets do not belong on a command line, which other users can see: \
@@ -110,7 +110,7 @@ pub(crate) fn add_store_options(command: Command) -> Command {
         ))
 }
 
-fn parse_option(text: &str) -> Result<(String, String)> {
+fn parse_storage_option(text: &str) -> Result<(String, String)> {
     // The value may be a secret, so it is not repeated.
     let (key, value) = text.split_once('=').context("a storage option must be KEY=VALUE")?;
     Ok((key.to_owned(), value.to_owned()))
@@ -159,8 +159,8 @@ fn read_storage_options(
         }
         let lines = text.lines().map(str::trim).enumerate();
         for (index, line) in lines.filter(|(_, line)| !line.is_empty() && !line.starts_with('#')) {
-            let (key, value) =
-                parse_option(line).with_context(|| format!("line {} of {path}", index + 1))?;
+            let (key, value) = parse_storage_option(line)
+                .with_context(|| format!("line {} of {path}", index + 1))?;
             options.insert(key.trim().to_owned(), value.trim().to_owned());
         }
     }
@@ -438,8 +438,8 @@ mod tests {
 
     #[test]
     fn a_wrong_option_is_not_repeated() {
-        assert!(!parse_option("hidden").unwrap_err().to_string().contains("hidden"));
-        assert_eq!(parse_option("a=b=c").unwrap(), ("a".to_owned(), "b=c".to_owned()));
+        assert!(!parse_storage_option("hidden").unwrap_err().to_string().contains("hidden"));
+        assert_eq!(parse_storage_option("a=b=c").unwrap(), ("a".to_owned(), "b=c".to_owned()));
     }
 
     #[test]

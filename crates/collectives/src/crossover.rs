@@ -166,9 +166,10 @@ impl FromStr for CrossoverTable {
         let (mut found, mut has_rules) = (Self::default(), false);
         for list in lists {
             let twice = match list.split_once('=') {
-                Some((shape, list)) => {
-                    found.shapes.insert(parse_shape(shape)?, parse_algorithm_rules(list)?).is_some()
-                }
+                Some((shape, list)) => found
+                    .shapes
+                    .insert(parse_host_layout(shape)?, parse_algorithm_rules(list)?)
+                    .is_some(),
                 None => {
                     found.rules = parse_algorithm_rules(list)?;
                     std::mem::replace(&mut has_rules, true)
@@ -183,7 +184,7 @@ impl FromStr for CrossoverTable {
 }
 
 /// Parses a shape such as `2x4`: the number of hosts, and the number of members on the fullest one.
-fn parse_shape(text: &str) -> Result<(usize, usize), String> {
+fn parse_host_layout(text: &str) -> Result<(usize, usize), String> {
     let number = |text: &str| text.trim().parse().ok().filter(|number| *number > 0);
     let shape = text
         .split_once('x')

@@ -92,14 +92,14 @@ macro_rules! knobs {
                 }
                 Ok(Self {
                     $( $key: read_knob::<$type>(stringify!($key), $name, $default, &lookup, arguments)?, )+
-                    given: KNOBS.iter().filter(|knob| is_given(knob, &lookup, arguments)).map(|knob| knob.key).collect(),
+                    given: KNOBS.iter().filter(|knob| is_knob_given(knob, &lookup, arguments)).map(|knob| knob.key).collect(),
                 })
             }
         }
     };
 }
 
-fn is_given(
+fn is_knob_given(
     knob: &KnobDefinition,
     lookup: &impl Fn(&str) -> Option<String>,
     arguments: &BTreeMap<String, String>,
@@ -297,8 +297,8 @@ knobs! {
     /// TCP's congestion control between hosts, if the system has and allows it. An empty value uses
     /// the system's default, which may be faster on a network that loses packets.
     tcp_congestion: String = "cubic", "TCP_CONGESTION", None, true;
-    /// Algorithm of allreduces: `auto`, `direct`, `doubling`, `pipeline`, `hierarchy` or `halving`,
-    /// or several with the largest number of bytes for each, such as
+    /// Algorithm of allreduces: `auto`, `direct`, `doubling`, `pipeline`, `hierarchy` or
+    /// `halving_allreduce`, or several with the largest number of bytes for each, such as
     /// `direct:4096,doubling:65536,hierarchy`. `2x4=doubling:32768,hierarchy;pipeline` has rules
     /// for worlds of two hosts with four ranks, and others for all other worlds. `@FILE` reads them
     /// from a file, which `farandole bench allreduce --write FILE` makes. It must be the same on

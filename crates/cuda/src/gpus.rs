@@ -147,7 +147,8 @@ impl ProcessGpus {
         })
     }
 
-    /// Forms a communicator, like [`DeviceCommunicatorFactory::form_communicator`], of members on the same GPU.
+    /// Forms a communicator, like [`DeviceCommunicatorFactory::form_communicator`], of members on
+    /// the same GPU.
     fn form_ipc_communicator(
         &self,
         gpu: &GpuDevice,

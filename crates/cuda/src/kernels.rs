@@ -310,9 +310,9 @@ impl KernelModule {
     ///
     /// # Safety
     /// Until the stream is done with the work, tensors have their elements at their addresses on
-    /// the context's device, the buffer has the size that [`plan_pack_launches`] returns, and no other
-    /// work writes to them.
-    pub unsafe fn transfer_tensors(
+    /// the context's device, the buffer has the size that [`plan_pack_launches`] returns, and no
+    /// other work writes to them.
+    pub unsafe fn pack_or_unpack_tensors(
         &self,
         pack: bool,
         tensors: &[(u64, u64)],

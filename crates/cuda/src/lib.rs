@@ -29,7 +29,7 @@
 
 #![deny(unsafe_code)]
 
-mod cache;
+mod compiled_kernel_cache;
 mod device;
 mod driver;
 mod error;
@@ -44,7 +44,7 @@ mod nvrtc;
 mod shutdown;
 mod staging;
 
-pub use cache::KernelCache;
+pub use compiled_kernel_cache::KernelCache;
 pub use device::{GpuDevice, GpuStream};
 pub use driver::{
     CudaDriver, DeviceProperties, DriverTable, IpcMemoryHandle, MemoryPool, MemoryPoolProperties,

@@ -33,7 +33,7 @@ pub fn partition_values(path: &str) -> FileValues {
 }
 
 /// Returns the values that are not null.
-pub fn known_values(values: &FileValues) -> BTreeMap<String, String> {
+pub fn non_null_values(values: &FileValues) -> BTreeMap<String, String> {
     let known = values.iter().filter_map(|(name, value)| Some((name.clone(), value.clone()?)));
     known.collect()
 }
@@ -189,7 +189,7 @@ mod tests {
         assert_eq!(unescape_percent("50%"), "50%");
         let file = |path: &str| DataFile {
             rows: 3,
-            values: known_values(&partition_values(path)),
+            values: non_null_values(&partition_values(path)),
             ..DataFile::new(path.into(), 0, vec![])
         };
         let files = [

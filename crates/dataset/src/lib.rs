@@ -59,7 +59,7 @@ mod rng;
 
 pub use deleted_rows::DeletedRows;
 pub use directory_values::{
-    FileValues, WrongDirectoryValue, infer_partition_type, is_partition_column, known_values,
+    FileValues, WrongDirectoryValue, infer_partition_type, is_partition_column, non_null_values,
     partition_columns, partition_values,
 };
 pub use element::ElementType;

@@ -26,11 +26,11 @@
 
 #![forbid(unsafe_code)]
 
-mod numbers;
 mod table;
+mod table_codes;
 
-pub use numbers::{EngineStatusCode, OperationCode};
 pub use table::{
-    CAPSULE_NAME, Done, EngineTable, ProcessSetPlacement, SubmissionHeader, SubmissionOutcome,
-    TABLE_VERSION, TensorOutput, TensorRequest,
+    CAPSULE_NAME, EngineTable, OutcomeCallback, ProcessSetPlacement, SubmissionHeader,
+    SubmissionOutcome, TABLE_VERSION, TensorOutput, TensorRequest,
 };
+pub use table_codes::{EngineStatusCode, OperationCode};

@@ -112,7 +112,8 @@ pub struct ProcessSetPlacement {
 }
 
 /// Receives the outcome, on the engine's completion thread or, when it drives, on the calling one.
-pub type Done = unsafe extern "C" fn(context: *mut c_void, outcome: *const SubmissionOutcome);
+pub type OutcomeCallback =
+    unsafe extern "C" fn(context: *mut c_void, outcome: *const SubmissionOutcome);
 
 /// The table.
 #[derive(Clone, Copy, Debug)]
@@ -129,7 +130,7 @@ pub struct EngineTable {
         call: *const SubmissionHeader,
         requests: *const TensorRequest,
         count: usize,
-        done: Done,
+        done: OutcomeCallback,
         context: *mut c_void,
         message: *mut c_char,
         capacity: usize,

@@ -8,7 +8,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a bench")]
 
-use farandole_engine::simulation::ControlPlane;
+use farandole_engine::simulation::SimulatedControlPlane;
 
 /// Tensors of a step: those of a ResNet-50.
 const TENSORS: usize = 161;
@@ -31,11 +31,11 @@ fn main() {
         "CPU per rank, step"
     );
     for hosts in [1, 2, 4, 8, 16, 32, 64, 128, 256, 512] {
-        let mut plane = ControlPlane::new(hosts, LOCAL).unwrap();
-        let first = plane.run_step(TENSORS).unwrap();
-        let later = plane.run_step(TENSORS).unwrap();
+        let mut plane = SimulatedControlPlane::new(hosts, LOCAL).unwrap();
+        let first = plane.run_allreduce_step(TENSORS).unwrap();
+        let later = plane.run_allreduce_step(TENSORS).unwrap();
         let ranks = hosts * LOCAL;
-        let time = plane.time_steps(TENSORS, 2).unwrap() / ranks;
+        let time = plane.measure_mean_step_time(TENSORS, 2).unwrap() / ranks;
         let mean = 2.0 * f64::from(u32::try_from(later.total).unwrap()) / f64::from(ranks);
         println!(
             "{hosts:>6} {ranks:>6} {:>11} {:>12} {mean:>13.2} {:>11} {time:>18.1?}",

@@ -49,7 +49,7 @@ impl DriverParkingAndLiveness for Host {
         self.mesh.check_peers()
     }
     fn send_heartbeat(&self) {
-        self.mesh.record_heartbeat();
+        self.mesh.increment_own_heartbeat();
     }
 }
 

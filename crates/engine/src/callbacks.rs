@@ -13,13 +13,13 @@ use parking_lot::Mutex;
 use crate::{Error, RequestCompletion, Result};
 
 /// Function that is called once with the result.
-pub type Callback = Box<dyn FnOnce(Result<RequestCompletion>) + Send>;
+pub type CompletionCallback = Box<dyn FnOnce(Result<RequestCompletion>) + Send>;
 
 /// A callback and its argument.
-pub(crate) type Call = (Callback, Result<RequestCompletion>);
+pub(crate) type DueCallback = (CompletionCallback, Result<RequestCompletion>);
 
 struct CallbackThread {
-    sender: Sender<Call>,
+    sender: Sender<DueCallback>,
     thread: JoinHandle<()>,
 }
 
@@ -35,7 +35,7 @@ impl CallbackQueue {
         if running.is_some() {
             return Ok(());
         }
-        let (sender, calls) = channel::<Call>();
+        let (sender, calls) = channel::<DueCallback>();
         let run = move || {
             for (callback, result) in calls {
                 // A panic of one callback must not end the thread; the panic hook has logged it.
@@ -52,7 +52,7 @@ impl CallbackQueue {
     }
 
     /// Moves due callbacks into the queue.
-    pub(crate) fn enqueue_calls(&self, calls: &mut Vec<Call>) {
+    pub(crate) fn enqueue_calls(&self, calls: &mut Vec<DueCallback>) {
         if calls.is_empty() {
             return;
         }

@@ -4,7 +4,7 @@
 //! The public engine: runs the checks that need no other rank, then enters the request in the
 //! submission table.
 
-mod helping;
+mod inline_drive;
 
 use std::fmt;
 use std::sync::Arc;
@@ -12,16 +12,16 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use farandole_collectives::Device;
-use farandole_negotiation::{Set, hash_names};
+use farandole_negotiation::{FastHashSet, hash_names};
 use farandole_world::{ProcessSetId, Rank, World};
 use parking_lot::Mutex;
 
-use self::helping::InlineDriveBackoff;
-use crate::callbacks::Callback;
-use crate::check::{self, RequestCheckScope};
+use self::inline_drive::InlineDriveBackoff;
+use crate::callbacks::CompletionCallback;
 use crate::devices::EngineDevices;
+use crate::process_set_registry::{ProcessSetRegistry, SetMembership};
 use crate::progress::EngineShared;
-use crate::registry::{ProcessSetRegistry, SetMembership};
+use crate::request_checks::{self, RequestCheckScope};
 use crate::set::{ProcessSet, ProcessSetContext, row_share};
 use crate::submission_table::CheckedSubmission;
 use crate::timeline::OperationTracer;
@@ -88,7 +88,7 @@ impl Engine {
             let key = registry.add_set(set.id, set.members.as_slice().into())?;
             states.push(ProcessSet::new(key, set, shared.clone())?);
         }
-        foreign.into_iter().try_for_each(|set| registry.add_foreign_set(set))?;
+        foreign.into_iter().try_for_each(|set| registry.reserve_nonmember_set(set))?;
         if registry.find_membership(ProcessSetId::GLOBAL, world.rank).is_err() {
             return Err(Error::Start { reason: "process set 0 is missing".to_owned() });
         }
@@ -160,8 +160,8 @@ impl Engine {
     ///
     /// # Errors
     /// `Start` if the number is in use.
-    pub fn add_foreign_set(&self, set: ProcessSetId) -> Result<()> {
-        self.sets.add_foreign_set(set)
+    pub fn reserve_nonmember_set(&self, set: ProcessSetId) -> Result<()> {
+        self.sets.reserve_nonmember_set(set)
     }
 
     /// Removes a process set. Every member must call this; afterwards the number is free.
@@ -256,7 +256,7 @@ impl Engine {
     pub fn submit_group_with_callbacks(
         &self,
         requests: Vec<CollectiveRequest>,
-        done: Vec<Callback>,
+        done: Vec<CompletionCallback>,
     ) -> Result<()> {
         self.check_original_process()?;
         if done.len() != requests.len() {
@@ -274,7 +274,7 @@ impl Engine {
     fn admit_group(
         &self,
         requests: Vec<CollectiveRequest>,
-        callbacks: Vec<Callback>,
+        callbacks: Vec<CompletionCallback>,
     ) -> Result<Vec<RequestHandle>> {
         self.check_original_process()?;
         let members = requests.len();
@@ -292,14 +292,14 @@ impl Engine {
             .map(|request| self.check_request(request, group, now))
             .collect::<Result<_>>()?;
         let key = self.process_set_membership(set)?.key;
-        let mut names = Set::default();
+        let mut names = FastHashSet::default();
         let again = checked
             .iter()
             .map(|submission| &submission.entry.name)
             .find(|name| !names.insert(*name));
         // One lock for the checks and the admission: a group is admitted as a whole or not at all.
         let mut submissions = self.inner.submissions.lock();
-        submissions.check_open(key)?;
+        submissions.check_set_open(key)?;
         if let Some(first) = checked.first().filter(|_| submissions.has_joined(key)) {
             return Err(Error::Joined { set, tensor: Arc::clone(&first.entry.name) });
         }
@@ -322,7 +322,11 @@ impl Engine {
     ///
     /// # Errors
     /// Like [`Engine::submit`]; `done` is dropped then.
-    pub fn submit_with_callback(&self, request: CollectiveRequest, done: Callback) -> Result<()> {
+    pub fn submit_with_callback(
+        &self,
+        request: CollectiveRequest,
+        done: CompletionCallback,
+    ) -> Result<()> {
         self.check_original_process()?;
         self.inner.callbacks.start_callback_thread_if_needed()?;
         self.admit_request(request, Some(done))?;
@@ -390,7 +394,7 @@ impl Engine {
         let Some(thread) = self.thread.lock().take() else { return };
         let mut driver = self.inner.preempt_driver();
         self.inner.stop_engine(&mut driver, StopCause::ShutDown);
-        self.inner.drain_links(&mut driver, Instant::now() + SHUTDOWN_GRACE_PERIOD);
+        self.inner.wait_for_links_to_drain(&mut driver, Instant::now() + SHUTDOWN_GRACE_PERIOD);
         // Close links and communicators here, not with the last reference to the engine.
         driver.sets.clear();
         self.inner.release_driver(driver);
@@ -420,13 +424,13 @@ impl Engine {
     fn admit_request(
         &self,
         request: CollectiveRequest,
-        callback: Option<Callback>,
+        callback: Option<CompletionCallback>,
     ) -> Result<RequestHandle> {
         self.check_original_process()?;
         let set = request.process_set;
         let submission = self.check_request(request, (0, 0), Instant::now())?;
         let mut submissions = self.inner.submissions.lock();
-        submissions.check_open(submission.set)?;
+        submissions.check_set_open(submission.set)?;
         if submissions.has_joined(submission.set) {
             return Err(Error::Joined { set, tensor: Arc::clone(&submission.entry.name) });
         }
@@ -447,7 +451,7 @@ impl Engine {
         let place =
             RequestCheckScope { ranks: &ranks, me: self.inner.world.rank, devices: &self.devices };
         let set = request.process_set;
-        let (entry, signature) = check::check_request(request, &place, group, since)?;
+        let (entry, signature) = request_checks::check_request(request, &place, group, since)?;
         tracing::trace!(rank = place.me.0, tensor = &*entry.name, process_set = set.0, "submitted");
         Ok(CheckedSubmission { set: key, entry, signature })
     }

@@ -5,8 +5,8 @@
 //!
 //! The engine owns the order of collectives. It does not know frameworks, registrars, links or
 //! arithmetic. The types and pure functions of the agreement among ranks are in `negotiation`. Its
-//! caller provides a world, control links, communicators, devices and a [`DriverParkingAndLiveness`] to sleep
-//! with.
+//! caller provides a world, control links, communicators, devices and a
+//! [`DriverParkingAndLiveness`] to sleep with.
 //!
 //! ```text
 //!  callers            holder of the progress lock                                         peers
@@ -46,17 +46,17 @@
 
 mod background;
 mod callbacks;
-mod check;
 pub mod control_plane_model;
 mod devices;
 mod engine;
 mod error;
 mod options;
+mod process_set_registry;
 mod progress;
-mod registry;
 mod request;
+mod request_checks;
 mod set;
-mod stall;
+mod stall_report;
 mod submission_table;
 mod sync;
 mod timeline;
@@ -65,10 +65,10 @@ mod tune;
 /// Simulation of the control plane of large worlds.
 #[cfg(any(test, feature = "_test-harness"))]
 pub mod simulation {
-    pub use crate::set::simulation::{ControlPlane, ControlTraffic};
+    pub use crate::set::simulation::{ControlTraffic, SimulatedControlPlane};
 }
 
-pub use callbacks::Callback;
+pub use callbacks::CompletionCallback;
 pub use engine::{Engine, EngineStatistics};
 pub use error::{Error, Result, StopCause};
 pub use farandole_negotiation::control_peers;
@@ -76,7 +76,7 @@ pub use options::{DriverParkingAndLiveness, EngineOptions, EngineSettings, Proce
 pub use request::{
     CollectiveRequest, ProcessSetChange, RequestCompletion, RequestHandle, RequestKind,
 };
-pub use stall::{
+pub use stall_report::{
     EngineObserver, MissingRank, RankWait, SilentObserver, StackAnswer, StallReport, StalledTensor,
     ThreadStacks,
 };

@@ -6,8 +6,8 @@
 //! Locks are taken in this order: `progress`, then `submissions`. `background` is taken alone.
 //! [`signals`] contains the state that threads exchange without a lock.
 
-mod drive;
-mod signals;
+mod drive_loop;
+mod driver_signals;
 mod spin_budget;
 
 use std::collections::VecDeque;
@@ -18,10 +18,10 @@ use std::time::{Duration, Instant};
 use farandole_world::World;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use self::signals::DriverSignals;
+use self::driver_signals::DriverSignals;
 use self::spin_budget::SpinBudget;
 use crate::background::BackgroundThread;
-use crate::callbacks::{Call, CallbackQueue};
+use crate::callbacks::{CallbackQueue, DueCallback};
 use crate::set::{FinishedRequest, ProcessSet};
 use crate::submission_table::{CheckedSubmission, SubmissionTable};
 use crate::{
@@ -42,7 +42,7 @@ pub(crate) struct DriverState {
     pub(crate) sets: Vec<ProcessSet>,
     intake: VecDeque<CheckedSubmission>,
     finished: Vec<FinishedRequest>,
-    calls: Vec<Call>,
+    calls: Vec<DueCallback>,
     last_tick: Instant,
     /// Whether the driver has slept: the next step then checks clocks and peers.
     woken: bool,

@@ -8,9 +8,9 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use farandole_negotiation::{CollectiveCall, Map, RequestSignature, Set};
+use farandole_negotiation::{CollectiveCall, FastHashMap, FastHashSet, RequestSignature};
 
-use crate::callbacks::{Call, Callback};
+use crate::callbacks::{CompletionCallback, DueCallback};
 use crate::set::{FinishedRequest, PendingEntry};
 use crate::{Error, RequestCompletion, RequestHandle, Result, StopCause};
 
@@ -23,13 +23,13 @@ pub(crate) struct CheckedSubmission {
 
 enum HandleState {
     Pending,
-    WithCallback(Callback),
+    WithCallback(CompletionCallback),
     Done(Result<RequestCompletion>),
 }
 
 #[derive(Default)]
 struct SetSubmissionState {
-    in_flight: Set<Arc<str>>,
+    in_flight: FastHashSet<Arc<str>>,
     close_cause: Option<Arc<StopCause>>,
     /// Handle of this rank's join in flight: the rank may submit nothing else meanwhile.
     join_handle: Option<RequestHandle>,
@@ -43,16 +43,16 @@ static NEXT_HANDLE: AtomicU64 = AtomicU64::new(1);
 /// instructions at a time, and no other lock is taken meanwhile.
 #[derive(Default)]
 pub(crate) struct SubmissionTable {
-    handles: Map<u64, HandleState>,
+    handles: FastHashMap<u64, HandleState>,
     /// Submissions by the key of the set.
-    sets: Map<usize, SetSubmissionState>,
+    sets: FastHashMap<usize, SetSubmissionState>,
     queue: VecDeque<CheckedSubmission>,
     stopped: Option<Arc<StopCause>>,
 }
 
 impl SubmissionTable {
     /// Checks that the set accepts requests; the error has the reason.
-    pub(crate) fn check_open(&self, set: usize) -> Result<()> {
+    pub(crate) fn check_set_open(&self, set: usize) -> Result<()> {
         let left = || self.sets.get(&set).and_then(|names| names.close_cause.as_ref());
         match self.stopped.as_ref().or_else(left) {
             Some(cause) => Err(Error::Stopped { cause: Arc::clone(cause) }),
@@ -74,7 +74,7 @@ impl SubmissionTable {
     pub(crate) fn admit_submission(
         &mut self,
         mut submission: CheckedSubmission,
-        callback: Option<Callback>,
+        callback: Option<CompletionCallback>,
     ) -> RequestHandle {
         // Relaxed: the number must be unique, and it orders nothing else.
         let handle = RequestHandle(NEXT_HANDLE.fetch_add(1, Ordering::Relaxed));
@@ -134,8 +134,8 @@ impl SubmissionTable {
     pub(crate) fn attach_callback(
         &mut self,
         handle: RequestHandle,
-        callback: Callback,
-        calls: &mut Vec<Call>,
+        callback: CompletionCallback,
+        calls: &mut Vec<DueCallback>,
     ) {
         match self.handles.remove(&handle.0) {
             Some(HandleState::Done(result)) => calls.push((callback, result)),
@@ -153,7 +153,7 @@ impl SubmissionTable {
         &mut self,
         set: usize,
         finished: &mut Vec<FinishedRequest>,
-        calls: &mut Vec<Call>,
+        calls: &mut Vec<DueCallback>,
     ) {
         for FinishedRequest { handle, name, result } in finished.drain(..) {
             self.release_name(set, handle, &name);
@@ -165,7 +165,7 @@ impl SubmissionTable {
         &mut self,
         handle: RequestHandle,
         result: Result<RequestCompletion>,
-        calls: &mut Vec<Call>,
+        calls: &mut Vec<DueCallback>,
     ) {
         match self.handles.get_mut(&handle.0) {
             Some(HandleState::WithCallback(_)) => {
@@ -198,7 +198,7 @@ impl SubmissionTable {
         &mut self,
         cause: Arc<StopCause>,
         intake: &mut VecDeque<CheckedSubmission>,
-        calls: &mut Vec<Call>,
+        calls: &mut Vec<DueCallback>,
     ) {
         let cause = Arc::clone(self.stopped.get_or_insert(cause));
         for CheckedSubmission { set, entry, .. } in
@@ -218,7 +218,7 @@ impl SubmissionTable {
     pub(crate) fn fail_unfinished_requests(
         &mut self,
         cause: &Arc<StopCause>,
-        calls: &mut Vec<Call>,
+        calls: &mut Vec<DueCallback>,
     ) {
         let open = |(number, state): (&u64, &HandleState)| {
             (!matches!(state, HandleState::Done(_))).then_some(*number)

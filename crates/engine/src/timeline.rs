@@ -36,7 +36,7 @@ impl OperationTracer {
 
     /// Returns whether the timeline or NVTX is on.
     pub(crate) fn is_enabled(&self) -> bool {
-        self.nvtx.is_some() || self.timeline.is_on()
+        self.nvtx.is_some() || self.timeline.is_recording_events()
     }
 }
 
@@ -125,7 +125,7 @@ impl Engine {
 impl Engine {
     /// Returns whether this process writes a timeline.
     pub fn has_timeline(&self) -> bool {
-        self.tracer.timeline.is_on()
+        self.tracer.timeline.is_recording_events()
     }
 
     /// Begins a phase of a training step in the timeline, nested in the phases that are open.

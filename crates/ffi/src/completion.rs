@@ -8,17 +8,17 @@
 use std::ffi::{CStr, c_void};
 use std::sync::Arc;
 
-use farandole::engine::{Callback, Error, RequestCompletion};
+use farandole::engine::{CompletionCallback, Error, RequestCompletion};
 use farandole::kernels::HostMemory;
-use farandole_door::{Done, EngineStatusCode, SubmissionOutcome, TensorOutput};
+use farandole_door::{EngineStatusCode, OutcomeCallback, SubmissionOutcome, TensorOutput};
 use parking_lot::Mutex;
 
-use crate::message::SubmissionFailure;
 use crate::operation_numbers;
+use crate::submission_failure::SubmissionFailure;
 
 /// The receiver of an outcome.
 pub(crate) struct OutcomeReceiver {
-    done: Done,
+    done: OutcomeCallback,
     context: *mut c_void,
 }
 
@@ -28,7 +28,7 @@ unsafe impl Send for OutcomeReceiver {}
 impl OutcomeReceiver {
     /// # Safety
     /// `done` may be called once with `context`, from any thread.
-    pub(crate) unsafe fn new(done: Done, context: *mut c_void) -> Self {
+    pub(crate) unsafe fn new(done: OutcomeCallback, context: *mut c_void) -> Self {
         Self { done, context }
     }
 
@@ -38,7 +38,7 @@ impl OutcomeReceiver {
             Ok(completions) => {
                 if completions.iter().any(|completion| completion.last.is_some()) {
                     // Before any caller gets it, and submits the next operation.
-                    operation_numbers::record_join();
+                    operation_numbers::restart_numbers_after_join();
                 }
                 let outputs: Vec<TensorOutput> = completions.iter().map(to_table_output).collect();
                 self.call_done_callback(EngineStatusCode::Success, c"", &outputs);
@@ -100,7 +100,7 @@ struct GroupCompletion {
 }
 
 /// Returns one callback for each of `count` requests; the last one to run calls the receiver.
-pub(crate) fn group_callbacks(receiver: OutcomeReceiver, count: usize) -> Vec<Callback> {
+pub(crate) fn group_callbacks(receiver: OutcomeReceiver, count: usize) -> Vec<CompletionCallback> {
     let gathering = Arc::new(Mutex::new(GroupCompletion {
         receiver: Some(receiver),
         results: (0..count).map(|_| None).collect(),
@@ -108,7 +108,7 @@ pub(crate) fn group_callbacks(receiver: OutcomeReceiver, count: usize) -> Vec<Ca
         failure: None,
     }));
     (0..count)
-        .map(|index| -> Callback {
+        .map(|index| -> CompletionCallback {
             let gathering = Arc::clone(&gathering);
             Box::new(move |result| record_result(&gathering, index, result))
         })

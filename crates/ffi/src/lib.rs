@@ -14,11 +14,11 @@
 #![deny(unsafe_code)]
 
 mod completion;
-mod message;
 mod operation_numbers;
 mod request;
+mod submission_failure;
 mod table;
 
 pub use farandole_door::CAPSULE_NAME;
-pub use operation_numbers::{join_count, record_join};
+pub use operation_numbers::{join_count, restart_numbers_after_join};
 pub use table::engine_table;

@@ -69,7 +69,7 @@ pub(crate) fn next_operation_suffix(
 
 /// Takes note that all ranks of this process's session have joined: from here on they count again,
 /// together.
-pub fn record_join() {
+pub fn restart_numbers_after_join() {
     if let Ok(session) = session::current_session() {
         with_operation_numbers(&session, |counts| {
             counts.join_count += 1;

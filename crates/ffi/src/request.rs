@@ -12,8 +12,8 @@ use farandole::session::Session;
 use farandole::world::{ProcessSetId, Rank};
 use farandole_door::{OperationCode, SubmissionHeader};
 
-use crate::message::SubmissionFailure;
 use crate::operation_numbers;
+use crate::submission_failure::SubmissionFailure;
 
 /// Returns the engine's requests.
 ///

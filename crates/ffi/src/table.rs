@@ -13,12 +13,13 @@ use farandole::engine::{CollectiveRequest, RequestCompletion};
 use farandole::session::{self, Session};
 use farandole::world::ProcessSetId;
 use farandole_door::{
-    Done, EngineStatusCode, EngineTable, ProcessSetPlacement, SubmissionHeader, TABLE_VERSION,
+    EngineStatusCode, EngineTable, OutcomeCallback, ProcessSetPlacement, SubmissionHeader,
+    TABLE_VERSION,
 };
 
 use crate::completion::{self, OutcomeReceiver};
-use crate::message::SubmissionFailure;
 use crate::request;
+use crate::submission_failure::SubmissionFailure;
 
 /// A table's size never comes near 4 GiB.
 #[expect(clippy::cast_possible_truncation, reason = "a handful of pointers")]
@@ -46,7 +47,7 @@ unsafe extern "C" fn submit_requests(
     call: *const SubmissionHeader,
     requests: *const farandole_door::TensorRequest,
     count: usize,
-    done: Done,
+    done: OutcomeCallback,
     context: *mut c_void,
     message: *mut c_char,
     capacity: usize,
@@ -104,7 +105,7 @@ fn drive_requests_briefly(
         && let Some(receiver) = receiver
     {
         let merge = |results, result: Result<_, farandole::engine::Error>| {
-            push_result(results, result.map_err(SubmissionFailure::from))
+            append_result_or_failure(results, result.map_err(SubmissionFailure::from))
         };
         receiver.send_outcome(results.into_iter().fold(Ok(Vec::with_capacity(count)), merge));
     }
@@ -136,14 +137,14 @@ fn drive_requests_to_end(
                 Err(error) => break Err(error),
             }
         };
-        results = push_result(results, result.map_err(SubmissionFailure::from));
+        results = append_result_or_failure(results, result.map_err(SubmissionFailure::from));
     }
     receiver.send_outcome(results);
     Ok(())
 }
 
 /// Returns the first failure, or all completions.
-fn push_result(
+fn append_result_or_failure(
     results: Result<Vec<RequestCompletion>, SubmissionFailure>,
     result: Result<RequestCompletion, SubmissionFailure>,
 ) -> Result<Vec<RequestCompletion>, SubmissionFailure> {

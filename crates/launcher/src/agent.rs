@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use farandole_registrar::{
     CancellationToken, ExitKind, ExitReport, GenerationVerdict, MAX_RESULT_BYTES, RegistrarOrder,
-    TaskClient, Ticket, host,
+    TaskClient, Ticket, local_host_facts,
 };
 use farandole_telemetry::{LogLine, RecordSink, WorkerRecord};
 use farandole_world::{Rank, TaskId, World};
@@ -213,17 +213,17 @@ impl Agent {
     /// Ends the worker, or the wait for ranks. [`Agent::wait_for_outcome`] still returns an
     /// outcome.
     pub fn cancel_worker(&self, reason: &str) {
-        self.request_end(StopSignal::Terminate, reason);
+        self.request_worker_end(StopSignal::Terminate, reason);
     }
 
     /// Like [`Agent::cancel_worker`], with SIGINT and time for a last checkpoint.
     pub fn interrupt_worker(&self, reason: &str) {
-        self.request_end(StopSignal::Interrupt, reason);
+        self.request_worker_end(StopSignal::Interrupt, reason);
     }
 
     /// Like [`Agent::cancel_worker`], with SIGKILL.
     pub fn kill_worker(&self, reason: &str) {
-        self.request_end(StopSignal::Kill, reason);
+        self.request_worker_end(StopSignal::Kill, reason);
     }
 
     /// Ends the worker, and reports of its end, unless the registrar still answers: the launcher,
@@ -257,7 +257,7 @@ impl Agent {
         }
     }
 
-    fn request_end(&self, manner: StopSignal, reason: &str) {
+    fn request_worker_end(&self, manner: StopSignal, reason: &str) {
         let mut phase = self.phase.lock();
         if let AgentPhase::Starting(cancel) = &*phase {
             // The agent's thread waits inside a call, not for a signal, until its worker runs.
@@ -284,7 +284,7 @@ struct WorkerPlacement {
 }
 
 impl WorkerPlacement {
-    fn with_rank(ticket: &Ticket, world: &World, master: &MasterAddress) -> Self {
+    fn placement_with_rank(ticket: &Ticket, world: &World, master: &MasterAddress) -> Self {
         let set = worker_variables(ticket, world, master)
             .into_iter()
             .map(|(name, value)| (name, Some(value)));
@@ -319,7 +319,8 @@ impl AgentRun {
         };
         match share_master_address(&client, &world, deadline) {
             Ok(master) => {
-                let place = WorkerPlacement::with_rank(&self.task.ticket, &world, &master);
+                let place =
+                    WorkerPlacement::placement_with_rank(&self.task.ticket, &world, &master);
                 self.supervise_worker(&client, &place)
             }
             Err(error) => self.outcome_before_start(Some(world.rank), error),
@@ -360,7 +361,7 @@ impl AgentRun {
         let dialed = Instant::now() + REGISTRAR_CONNECT_TIMEOUT.min(task.start_timeout / 2);
         let client =
             TaskClient::connect_cancellable(&task.ticket, task.task, None, dialed, cancel)?;
-        let mut facts = host::host_facts();
+        let mut facts = local_host_facts::host_facts();
         if let Some(name) = &task.host {
             facts.hostname.clone_from(name);
         }

@@ -46,8 +46,12 @@ impl<'a> AgentPool<'a> {
     /// # Errors
     /// Like [`Agent::spawn_thread`].
     pub(crate) fn start_local_agent(&mut self, task: u32, output: OutputTarget) -> Result<()> {
-        let agent =
-            Agent::spawn_thread(self.program.local_task(&self.ticket, task, output, self.elastic))?;
+        let agent = Agent::spawn_thread(self.program.local_agent_task(
+            &self.ticket,
+            task,
+            output,
+            self.elastic,
+        ))?;
         self.agents.insert(task, agent);
         Ok(())
     }
@@ -77,7 +81,7 @@ impl<'a> AgentPool<'a> {
 
     /// Returns the events since the last call, and when each connection was heard last, as the time
     /// since the start of the job.
-    pub(crate) fn take_events(&mut self, started_at: Instant) -> Vec<ConductorInput> {
+    pub(crate) fn take_agent_events(&mut self, started_at: Instant) -> Vec<ConductorInput> {
         let mut events = Vec::new();
         self.agents.retain(|task, agent| match agent.wait_for_outcome(Duration::ZERO) {
             None => true,

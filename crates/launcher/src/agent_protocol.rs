@@ -83,7 +83,7 @@ impl AgentHello {
     /// Returns the identity of this process.
     pub fn new(python: String, executable: String) -> Self {
         let farandole = env!("CARGO_PKG_VERSION").to_owned();
-        let host = farandole_registrar::host::host_facts().hostname;
+        let host = farandole_registrar::local_host_facts::host_facts().hostname;
         Self { version: AGENT_PROTOCOL_VERSION, farandole, python, executable, host }
     }
 }

@@ -16,7 +16,7 @@
 
 use std::path::PathBuf;
 
-use farandole_world::nodelist::{expand_counts, expand_nodes};
+use farandole_world::slurm_nodelist::{expand_counts, expand_nodes};
 
 use crate::error::{Error, Result};
 use crate::hosts::{HostSlots, merge_hosts, parse_hostfile};

@@ -141,7 +141,7 @@ impl<'a> JobRun<'a> {
         is_local: bool,
     ) -> Result<()> {
         self.agent_pool.connect_host(host.clone(), tasks.clone(), is_local)?;
-        self.conductor.await_connection(self.started_at.elapsed(), host, tasks);
+        self.conductor.expect_ends_from_connection(self.started_at.elapsed(), host, tasks);
         Ok(())
     }
 
@@ -172,13 +172,13 @@ impl<'a> JobRun<'a> {
             {
                 self.report_hosts_to_registrar(found)?;
             }
-            inputs.extend(self.agent_pool.take_events(self.started_at));
+            inputs.extend(self.agent_pool.take_agent_events(self.started_at));
             inputs.push(ConductorInput::StopWanted(stop_level()));
-            self.advance(inputs);
+            self.advance_conductor(inputs);
         }
         // The last lines of workers on other hosts arrived before the reports of their ends.
         let last = self.take_registrar_events(Instant::now());
-        self.advance(last);
+        self.advance_conductor(last);
         self.conductor.into_report()
     }
 
@@ -202,15 +202,15 @@ impl<'a> JobRun<'a> {
         inputs
     }
 
-    fn advance(&mut self, inputs: Vec<ConductorInput>) {
+    fn advance_conductor(&mut self, inputs: Vec<ConductorInput>) {
         for action in self.conductor.step(self.started_at.elapsed(), inputs) {
-            self.carry_out(action);
+            self.carry_out_decision(action);
         }
     }
 
     /// Carries out one decision. The registrar refuses calls only in a forked process, and this
     /// process started it.
-    fn carry_out(&mut self, action: ConductorAction) {
+    fn carry_out_decision(&mut self, action: ConductorAction) {
         match action {
             ConductorAction::StartWorkers { host, tasks } => self.start_workers(host, tasks),
             ConductorAction::CancelWorker { task, reason } => {
@@ -243,13 +243,16 @@ impl<'a> JobRun<'a> {
         let is_local = self.discovered.is_local_host(&host);
         if !is_local || self.detached_agents {
             if let Err(error) = self.connect_host(host, tasks.clone(), is_local) {
-                self.advance(vec![ConductorInput::NoWorkers { tasks, error }]);
+                self.advance_conductor(vec![ConductorInput::NoWorkers { tasks, error }]);
             }
             return;
         }
         for task in tasks {
             if let Err(error) = self.start_local_agent(task) {
-                self.advance(vec![ConductorInput::NoWorkers { tasks: vec![task], error }]);
+                self.advance_conductor(vec![ConductorInput::NoWorkers {
+                    tasks: vec![task],
+                    error,
+                }]);
             }
         }
     }

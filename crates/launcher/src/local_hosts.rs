@@ -6,7 +6,7 @@
 use std::net::{IpAddr, ToSocketAddrs as _};
 use std::thread;
 
-use farandole_registrar::host;
+use farandole_registrar::local_host_facts;
 
 use crate::error::Result;
 use crate::hosts::{HostPlacement, HostSlots, place_tasks};
@@ -39,8 +39,8 @@ pub fn split_local_tasks(
 /// Returns for each name whether it means this host. Names are resolved in parallel, because a
 /// resolver that does not answer takes seconds for each.
 pub(crate) fn are_local_hosts(names: &[&str]) -> Vec<bool> {
-    let own = host::local_addresses();
-    let facts = host::host_facts();
+    let own = local_host_facts::local_addresses();
+    let facts = local_host_facts::host_facts();
     thread::scope(|scope| {
         let asked: Vec<_> = names
             .iter()
@@ -78,7 +78,7 @@ mod tests {
 
     #[test]
     fn names_and_addresses_of_this_host_are_known() {
-        let hostname = host::host_facts().hostname;
+        let hostname = local_host_facts::host_facts().hostname;
         let names = [
             "localhost",
             "127.0.0.1",

@@ -7,7 +7,7 @@ use std::io;
 use std::net::{IpAddr, Ipv4Addr, TcpListener};
 use std::time::Instant;
 
-use farandole_registrar::{TaskClient, host};
+use farandole_registrar::{TaskClient, local_host_facts};
 use farandole_world::{Rank, World};
 
 use crate::environment::MasterAddress;
@@ -46,7 +46,7 @@ fn reachable_address(client: &TaskClient) -> IpAddr {
     client
         .local_address()
         .filter(|address| !address.is_loopback())
-        .or_else(|| host::local_addresses().into_iter().next())
+        .or_else(|| local_host_facts::local_addresses().into_iter().next())
         .unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST))
 }
 

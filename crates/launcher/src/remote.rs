@@ -179,7 +179,7 @@ impl RemoteAgent {
         let (orders, child) = (Arc::clone(&remote.orders), Arc::clone(&remote.child));
         named("host")
             .spawn(move || {
-                serve_connection(&tasks, stdout, &orders, (group, &child), &tail, &on_event)
+                exchange_agent_messages(&tasks, stdout, &orders, (group, &child), &tail, &on_event)
             })
             .map_err(system)?;
         Ok(remote)
@@ -261,7 +261,7 @@ fn remote_shell_script(tasks: &RemoteTasks) -> String {
 }
 
 /// Exchanges messages with the agent until it has ended.
-fn serve_connection(
+fn exchange_agent_messages(
     tasks: &RemoteTasks,
     stdout: impl Read,
     orders: &Mutex<Option<ChildStdin>>,

@@ -83,10 +83,14 @@ fn newest_timeline(folder: &Path) -> Option<PathBuf> {
 }
 
 /// An error of a file or of the registrar.
-type Failure = Box<dyn std::error::Error>;
+type UploadFailure = Box<dyn std::error::Error>;
 
 /// Sends the timeline of one rank; an older file with earlier records comes first.
-fn send_timeline_file(client: &TaskClient, path: &Path, deadline: Instant) -> Result<(), Failure> {
+fn send_timeline_file(
+    client: &TaskClient,
+    path: &Path,
+    deadline: Instant,
+) -> Result<(), UploadFailure> {
     let mut old = path.as_os_str().to_owned();
     old.push(OLD_FILE_SUFFIX);
     let mut parts = Vec::new();

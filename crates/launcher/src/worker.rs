@@ -110,7 +110,7 @@ struct WorkerOutputReader {
 
 impl WorkerOutputReader {
     /// Waits for one poll interval; returns whether the thread has ended.
-    fn wait_for_end(&self) -> bool {
+    fn wait_one_poll_for_end(&self) -> bool {
         matches!(
             self.thread_end.recv_timeout(OUTPUT_POLL_INTERVAL),
             Err(mpsc::RecvTimeoutError::Disconnected)
@@ -274,7 +274,7 @@ impl WorkerProcess {
         let mut deadline = Instant::now() + OUTPUT_DRAIN_TIMEOUT;
         for reader in self.readers.drain(..) {
             loop {
-                if reader.wait_for_end() {
+                if reader.wait_one_poll_for_end() {
                     break drop(reader.thread.join());
                 }
                 if reader.has_pending_lines.load(Ordering::Acquire) {

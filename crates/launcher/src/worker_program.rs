@@ -72,7 +72,7 @@ impl WorkerProgram {
     }
 
     /// Returns a task of this host.
-    pub(crate) fn local_task(
+    pub(crate) fn local_agent_task(
         &self,
         ticket: &Ticket,
         task: u32,

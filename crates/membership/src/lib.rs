@@ -33,12 +33,14 @@
 
 #![forbid(unsafe_code)]
 
-mod decisions;
 mod elastic;
 mod exit;
 mod fixed;
+mod inputs_and_decisions;
 
-pub use decisions::{LivenessLimits, MembershipDecision, MembershipInput, RegistrationRefusal};
 pub use elastic::{ElasticMembership, ElasticRules, ElasticStepInput, JournalStep};
 pub use exit::{ExitKind, ExitReport, GenerationVerdict, signal_name};
 pub use fixed::{FixedMembership, MembershipOptions};
+pub use inputs_and_decisions::{
+    LivenessLimits, MembershipDecision, MembershipInput, RegistrationRefusal,
+};

@@ -94,7 +94,7 @@ impl AnnouncementTally {
     pub fn operation_name(&self) -> Option<&'static str> {
         self.announcement
             .as_ref()
-            .and_then(Announcement::first_call)
+            .and_then(Announcement::first_collective_call)
             .map(|call| call.operation_name())
     }
 
@@ -107,7 +107,11 @@ impl AnnouncementTally {
             |signature| {
                 let RequestSignature { call, .. } = signature;
                 (
-                    operation_text(call.operation_name(), signature.change_text().as_deref(), name),
+                    operation_text(
+                        call.operation_name(),
+                        signature.process_set_change_text().as_deref(),
+                        name,
+                    ),
                     call.moves_no_data(),
                 )
             },
@@ -143,7 +147,7 @@ fn merge_variant(variants: &mut Vec<RequestVariant>, variant: RequestVariant) {
 
 impl Announcement {
     /// Returns the collective; of the first request if ranks differ.
-    pub fn first_call(&self) -> Option<CollectiveCall> {
+    pub fn first_collective_call(&self) -> Option<CollectiveCall> {
         self.first_signature().map(|signature| signature.call)
     }
 
@@ -331,10 +335,10 @@ enum SignaturePart {
 }
 
 /// Description of values that must be equal, and the function that returns them.
-type Rule = (&'static str, fn(&RequestSignature) -> SignaturePart);
+type AgreementRule = (&'static str, fn(&RequestSignature) -> SignaturePart);
 
 /// Rules in the order in which they are checked; `{}` stands for the operation.
-const AGREEMENT_RULES: [Rule; 8] = [
+const AGREEMENT_RULES: [AgreementRule; 8] = [
     ("changes of process sets", |signature| match signature.call {
         CollectiveCall::Change(topic) => SignaturePart::List(
             [topic as u64].into_iter().chain(signature.shape.iter().copied()).collect(),

@@ -10,7 +10,7 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock};
 
-use crate::hash::Map;
+use crate::hash::FastHashMap;
 use crate::signature::{CollectiveCall, RequestSignature};
 
 /// A request that all ranks agreed on.
@@ -119,11 +119,11 @@ struct CacheSlot {
 pub struct ResponseCache {
     capacity: usize,
     slots: Vec<CacheSlot>,
-    by_name: Map<Arc<str>, u32>,
+    by_name: FastHashMap<Arc<str>, u32>,
     free: Vec<u32>,
     newest: u32,
     oldest: u32,
-    dropped: Map<CacheId, Arc<CachedResponse>>,
+    dropped: FastHashMap<CacheId, Arc<CachedResponse>>,
     dropped_at: VecDeque<(u64, CacheId)>,
 }
 
@@ -134,11 +134,11 @@ impl ResponseCache {
             // `NO_SLOT` must not become the number of a slot.
             capacity: capacity.min(NO_SLOT as usize - 1),
             slots: Vec::new(),
-            by_name: Map::default(),
+            by_name: FastHashMap::default(),
             free: Vec::new(),
             newest: NO_SLOT,
             oldest: NO_SLOT,
-            dropped: Map::default(),
+            dropped: FastHashMap::default(),
             dropped_at: VecDeque::new(),
         }
     }

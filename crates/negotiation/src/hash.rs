@@ -7,9 +7,9 @@ use std::collections::{HashMap, HashSet};
 use std::hash::{BuildHasherDefault, Hasher};
 
 /// Map with the fast hash.
-pub type Map<K, V> = HashMap<K, V, BuildHasherDefault<FastHasher>>;
+pub type FastHashMap<K, V> = HashMap<K, V, BuildHasherDefault<FastHasher>>;
 /// Set with the fast hash.
-pub type Set<K> = HashSet<K, BuildHasherDefault<FastHasher>>;
+pub type FastHashSet<K> = HashSet<K, BuildHasherDefault<FastHasher>>;
 
 /// Hasher that takes eight bytes at a time: rotate, exclusive or, multiply.
 #[derive(Clone, Copy, Debug, Default)]

@@ -39,7 +39,7 @@ pub use announcement_tally::{
     Announcement, AnnouncementTally, RequestVariant, rank_ranges_text, resolve_variants,
 };
 pub use cache::{AlltoallSplits, CacheId, CachedResponse, ResponseCache};
-pub use hash::{FastHasher, Map, Set, hash_names};
+pub use hash::{FastHashMap, FastHashSet, FastHasher, hash_names};
 pub use signature::{ChangeTopic, CollectiveCall, MemorySite, RequestSignature, operation_text};
 pub use tree::{ControlTree, control_parents, control_peers};
 pub use wire::{FrameReader, FrameResult, FrameWriter, MalformedFrame};

@@ -93,7 +93,7 @@ impl ChangeTopic {
 
 impl RequestSignature {
     /// Returns the full text of a change of process sets; `None` for other operations.
-    pub fn change_text(&self) -> Option<Box<str>> {
+    pub fn process_set_change_text(&self) -> Option<Box<str>> {
         matches!(self.call, CollectiveCall::Change(_)).then(|| self.to_string().into())
     }
 }
@@ -217,7 +217,7 @@ impl RequestSignature {
 
     /// Returns the bytes of one row if rows are counted beside the signature, else of the whole
     /// tensor. Saturates.
-    pub fn unit_bytes(&self) -> u64 {
+    pub fn row_or_tensor_bytes(&self) -> u64 {
         self.bytes_after_dimensions(usize::from(self.call.has_variable_rows()))
     }
 

@@ -14,7 +14,7 @@ use crate::convert::format_shape;
 use crate::error::{Error, Result};
 use crate::spec::PrepareSpec;
 use crate::summary::{PartitionSummary, SplitFileSummary};
-use crate::verify::check_size;
+use crate::verify::check_file_size;
 
 /// A prepared data set.
 #[derive(Clone, Debug, Serialize)]
@@ -73,9 +73,9 @@ pub fn commit_partitions(
     let train_store = store.resolve_path(&spec.train)?;
     let val_store = spec.val.as_deref().map(|path| store.resolve_path(path)).transpose()?;
     // Before the manifest names them: another process may have emptied the directory.
-    train.files.iter().try_for_each(|file| check_size(&train_store, file))?;
+    train.files.iter().try_for_each(|file| check_file_size(&train_store, file))?;
     if let (Some(store), Some(val)) = (&val_store, &val) {
-        val.files.iter().try_for_each(|file| check_size(store, file))?;
+        val.files.iter().try_for_each(|file| check_file_size(store, file))?;
         write_manifest_and_delete_others(store, val)?;
     }
     // Training data is last: its manifest is the sign that both directories are complete.

@@ -37,7 +37,7 @@ pub fn verify_files(store: &Store, manifest: &Manifest) -> Result<VerificationRe
     for file in &manifest.files {
         verified.files += 1;
         verified.bytes += file.bytes;
-        match check_file(&store, file) {
+        match check_file_checksum(&store, file) {
             Ok(()) => {}
             // Continues, so that the report names all damaged files.
             Err(problem @ (Error::Altered { .. } | Error::Damaged { .. })) => {
@@ -58,7 +58,7 @@ pub fn is_partition_complete(url: &str, spec: &str, part: &PartitionSummary) -> 
     let sides = [(Some(&spec.train), &part.train), (spec.val.as_ref(), &part.val)];
     for (path, side) in sides {
         let (Some(path), Some(side)) = (path, side) else { continue };
-        match check_file(&store.resolve_path(path)?, &side.file) {
+        match check_file_checksum(&store.resolve_path(path)?, &side.file) {
             Ok(()) => {}
             // Not an error: the caller writes the partition again.
             Err(Error::Altered { .. } | Error::Damaged { .. }) => return Ok(false),
@@ -68,9 +68,9 @@ pub fn is_partition_complete(url: &str, spec: &str, part: &PartitionSummary) -> 
     Ok(true)
 }
 
-fn check_file(store: &Store, file: &DataFile) -> Result<()> {
+fn check_file_checksum(store: &Store, file: &DataFile) -> Result<()> {
     // The size comes first, because it does not need the content.
-    check_size(store, file)?;
+    check_file_size(store, file)?;
     let Some(expected) = &file.checksum else { return Ok(()) };
     let mut hash = Xxh3::new();
     let mut start = 0;
@@ -89,7 +89,7 @@ fn check_file(store: &Store, file: &DataFile) -> Result<()> {
 }
 
 /// Checks that the file has its written size.
-pub(crate) fn check_size(store: &Store, file: &DataFile) -> Result<()> {
+pub(crate) fn check_file_size(store: &Store, file: &DataFile) -> Result<()> {
     let found = match store.size(&file.path) {
         Ok(bytes) => bytes,
         Err(farandole_store::Error::Missing { .. }) => 0,

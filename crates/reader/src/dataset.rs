@@ -9,7 +9,7 @@ use std::sync::{Arc, OnceLock};
 
 use farandole_dataset::{
     DataFile, ElementType, FileValues, LaneLayout, MANIFEST_FILE_NAME, Manifest, ManifestColumn,
-    PlanPart, RowGroup, known_values, partition_columns, partition_values,
+    PlanPart, RowGroup, non_null_values, partition_columns, partition_values,
 };
 use farandole_store::{FileEntry, Store};
 use parking_lot::Mutex;
@@ -226,7 +226,7 @@ impl ParquetDataset {
             .map(|(entry, footer)| describe_data_file(entry, footer, &columns))
             .collect();
         for (file, values) in files.iter_mut().zip(&values) {
-            file.values = known_values(values);
+            file.values = non_null_values(values);
         }
         let partitions = partition_columns(&files, &partitions, types).map_err(|wrong| {
             Error::ColumnChanged {

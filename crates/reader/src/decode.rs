@@ -240,7 +240,8 @@ impl DecodePlan {
                 }
                 let has_gaps = self.stored_rows.len() > 1;
                 let decoded = if has_gaps {
-                    let mut all = vec![0; count_rows(span.end - span.start).saturating_mul(width)];
+                    let mut all =
+                        vec![0; rows_as_usize(span.end - span.start).saturating_mul(width)];
                     decode_chunk(&chunk, fetch, bench, &mut all).and_then(|found| {
                         copy_row_ranges(&all, &self.stored_rows, width, out).map(|()| found)
                     })
@@ -399,7 +400,7 @@ pub(crate) fn span_of_row_ranges(ranges: &[Range<u64>]) -> Range<u64> {
     ends.map_or(0..0, |(first, last)| first.start..last.end)
 }
 
-fn count_rows(rows: u64) -> usize {
+fn rows_as_usize(rows: u64) -> usize {
     usize::try_from(rows).unwrap_or(usize::MAX)
 }
 
@@ -413,7 +414,7 @@ fn copy_row_ranges(
     let first = span_of_row_ranges(ranges).start;
     let mut done = 0;
     for range in ranges {
-        let [start, end] = [range.start, range.end].map(|row| count_rows(row - first) * width);
+        let [start, end] = [range.start, range.end].map(|row| rows_as_usize(row - first) * width);
         let slots = out.get_mut(done..done + (end - start));
         let (Some(rows), Some(slots)) = (all.get(start..end), slots) else {
             return Err(ChunkDecodeError::Broken("rows that are not in the chunk".to_owned()));

@@ -100,16 +100,24 @@ pub(crate) fn read_leaf(
             convert_leaf(reader, request, column, |value| Ok(*value))
         }
         (ColumnReader::Int32ColumnReader(reader), DataType::Int16) => {
-            convert_leaf(reader, request, column, |value| narrow(*value, i16::try_from(*value)))
+            convert_leaf(reader, request, column, |value| {
+                check_narrowed(*value, i16::try_from(*value))
+            })
         }
         (ColumnReader::Int32ColumnReader(reader), DataType::UInt16) => {
-            convert_leaf(reader, request, column, |value| narrow(*value, u16::try_from(*value)))
+            convert_leaf(reader, request, column, |value| {
+                check_narrowed(*value, u16::try_from(*value))
+            })
         }
         (ColumnReader::Int32ColumnReader(reader), DataType::Int8) => {
-            convert_leaf(reader, request, column, |value| narrow(*value, i8::try_from(*value)))
+            convert_leaf(reader, request, column, |value| {
+                check_narrowed(*value, i8::try_from(*value))
+            })
         }
         (ColumnReader::Int32ColumnReader(reader), DataType::UInt8) => {
-            convert_leaf(reader, request, column, |value| narrow(*value, u8::try_from(*value)))
+            convert_leaf(reader, request, column, |value| {
+                check_narrowed(*value, u8::try_from(*value))
+            })
         }
         (ColumnReader::Int32ColumnReader(reader), kind) if decimal_scale(kind).is_some() => {
             let scale = decimal_scale(kind).unwrap_or_default();
@@ -162,16 +170,19 @@ fn read_promoted_integers(
     column: &ColumnDescriptor,
 ) -> Result<Buffer> {
     match request.selected.field.element {
-        ElementType::Int16 => {
-            convert_leaf(reader, request, column, |value| narrow(*value, i16::try_from(*value)))
-        }
+        ElementType::Int16 => convert_leaf(reader, request, column, |value| {
+            check_narrowed(*value, i16::try_from(*value))
+        }),
         ElementType::Int32 => convert_leaf(reader, request, column, |value| Ok(*value)),
         ElementType::Int64 => convert_leaf(reader, request, column, |value| Ok(i64::from(*value))),
         _ => convert_leaf(reader, request, column, |value| Ok(f64::from(*value))),
     }
 }
 
-fn narrow<T, E>(stored: i32, value: std::result::Result<T, E>) -> std::result::Result<T, String> {
+fn check_narrowed<T, E>(
+    stored: i32,
+    value: std::result::Result<T, E>,
+) -> std::result::Result<T, String> {
     value.map_err(|_| format!("{stored} is not a value of the type that the file states"))
 }
 

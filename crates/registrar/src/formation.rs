@@ -19,10 +19,10 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
 use crate::generated as wire;
-use crate::kv::{KeyValueRefusal, MAX_VALUE_BYTES, text};
+use crate::generation_key_values::{KeyValueRefusal, MAX_VALUE_BYTES, base64_text};
 
 /// Ranks, ascending.
-pub(crate) type Members = Arc<[u32]>;
+pub(crate) type MemberRanks = Arc<[u32]>;
 
 /// A rank's request for a world.
 #[derive(Clone, Debug)]
@@ -33,14 +33,14 @@ pub(crate) struct FormationRequest {
     /// Unique name of the asking process.
     pub(crate) holder: String,
     /// The ranks of the world, with the asking rank.
-    pub(crate) members: Members,
+    pub(crate) members: MemberRanks,
     pub(crate) encoded_addresses: Bytes,
 }
 
 /// A world whose ranks have all asked.
 #[derive(Debug, PartialEq)]
 pub(crate) struct FormedWorld {
-    members: Members,
+    members: MemberRanks,
     /// An encoded `WorldAddresses` message.
     pub(crate) encoded_addresses: Bytes,
 }
@@ -50,7 +50,7 @@ pub(crate) struct FormedWorld {
 pub(crate) struct FormedWorldRecord {
     generation: Generation,
     members: Vec<FormedWorldMember>,
-    #[serde(rename = "cards", with = "text")]
+    #[serde(rename = "cards", with = "base64_text")]
     encoded_addresses: Bytes,
 }
 
@@ -72,30 +72,30 @@ pub(crate) enum FormationRefusal {
     RankTaken(String),
     /// A member asks for another world, or its world at the same position in its sequence was
     /// another one.
-    MembersDiffer { rank: u32, members: Members },
+    MembersDiffer { rank: u32, members: MemberRanks },
     /// A member's worker has ended.
     WorkerEnded { rank: u32, host: String },
 }
 
 /// Outcome of a request: the formed world, or the reason why it cannot form.
-pub(crate) type Outcome = Result<Arc<FormedWorld>, FormationRefusal>;
+pub(crate) type WorldOrRefusal = Result<Arc<FormedWorld>, FormationRefusal>;
 
 /// The answer to a rank.
 #[derive(Debug)]
 pub(crate) enum FormationOutcomeOrReceiver {
-    Known(Outcome),
+    Known(WorldOrRefusal),
     /// Receiver of the outcome. The end of the generation closes the channel.
-    Wait(watch::Receiver<Option<Outcome>>),
+    Wait(watch::Receiver<Option<WorldOrRefusal>>),
 }
 
 #[derive(Default)]
 struct RankRequests {
     holder: Option<String>,
     /// Members of each world that the rank has been in, in order.
-    worlds: Vec<Members>,
+    worlds: Vec<MemberRanks>,
     /// Latest request of the rank. It stands until the rank asks again or gives up, whatever the
     /// answer was.
-    latest_request: Option<(u64, Members)>,
+    latest_request: Option<(u64, MemberRanks)>,
     /// Latest attempt that formed a world, and the world: the call may be repeated.
     last_formed: Option<(u64, Arc<FormedWorld>)>,
     /// The host on which its worker ended.
@@ -104,7 +104,7 @@ struct RankRequests {
 
 struct PendingFormation {
     addresses_by_rank: BTreeMap<u32, Bytes>,
-    outcome: watch::Sender<Option<Outcome>>,
+    outcome: watch::Sender<Option<WorldOrRefusal>>,
 }
 
 impl Default for PendingFormation {
@@ -118,7 +118,7 @@ impl Default for PendingFormation {
 pub(crate) struct FormationTable {
     generation: Generation,
     ranks: HashMap<u32, RankRequests>,
-    waiting: HashMap<Members, PendingFormation>,
+    waiting: HashMap<MemberRanks, PendingFormation>,
     note: Option<FormedWorldCallback>,
     /// Worlds that have formed since `note` was set.
     formed: Vec<FormedWorldRecord>,
@@ -127,7 +127,7 @@ pub(crate) struct FormationTable {
 impl FormationTable {
     /// Clears the table if `generation` is newer, which ends the waits of older generations.
     /// Returns false if `generation` is older.
-    fn enter_generation(&mut self, generation: Generation) -> bool {
+    fn clear_for_newer_generation(&mut self, generation: Generation) -> bool {
         if self.generation < generation {
             // Dropping the senders ends the waits of the older generation.
             *self = Self { generation, note: self.note.take(), ..Self::default() };
@@ -152,10 +152,10 @@ impl FormationTable {
     /// Restores a world that formed before the registrar restarted. Ranks that did not get it ask
     /// again.
     pub(crate) fn restore_formed_world(&mut self, record: FormedWorldRecord) {
-        if !self.enter_generation(record.generation) {
+        if !self.clear_for_newer_generation(record.generation) {
             return;
         }
-        let members: Members = record.members.iter().map(|member| member.rank).collect();
+        let members: MemberRanks = record.members.iter().map(|member| member.rank).collect();
         let formed = Arc::new(FormedWorld {
             members: Arc::clone(&members),
             encoded_addresses: record.encoded_addresses.clone(),
@@ -178,7 +178,7 @@ impl FormationTable {
         generation: Generation,
         request: FormationRequest,
     ) -> Result<FormationOutcomeOrReceiver, KeyValueRefusal> {
-        if !self.enter_generation(generation) {
+        if !self.clear_for_newer_generation(generation) {
             return Err(KeyValueRefusal::GenerationOver);
         }
         if request.encoded_addresses.len() > MAX_VALUE_BYTES {
@@ -221,7 +221,7 @@ impl FormationTable {
     }
 
     /// Forms the world of `members`, who have all asked.
-    fn form_world(&mut self, members: &Members) -> Arc<FormedWorld> {
+    fn form_world(&mut self, members: &MemberRanks) -> Arc<FormedWorld> {
         let pending = self.waiting.remove(members).unwrap_or_default();
         let world_addresses =
             wire::WorldAddresses { by_rank: pending.addresses_by_rank.into_values().collect() };
@@ -269,15 +269,16 @@ impl FormationTable {
             if requested == Some(&request.members) {
                 return None;
             }
-            let members_differ = |members: &Members| FormationRefusal::MembersDiffer {
+            let members_differ = |members: &MemberRanks| FormationRefusal::MembersDiffer {
                 rank: *rank,
                 members: Arc::clone(members),
             };
             if let Some(members) = other.worlds.get(first) {
                 return (*members != request.members).then(|| members_differ(members));
             }
-            let same_turn =
-                |members: &Members| other.worlds.len() == first || members.contains(&request.rank);
+            let same_turn = |members: &MemberRanks| {
+                other.worlds.len() == first || members.contains(&request.rank)
+            };
             requested.filter(|members| same_turn(members)).map(members_differ)
         })
     }
@@ -289,7 +290,7 @@ impl FormationTable {
             rank: request.rank,
             members: Arc::clone(&request.members),
         };
-        let waits = |members: &Members, pending: &PendingFormation| {
+        let waits = |members: &MemberRanks, pending: &PendingFormation| {
             *members != request.members
                 && members.contains(&request.rank)
                 && pending.addresses_by_rank.keys().any(|rank| {
@@ -297,7 +298,7 @@ impl FormationTable {
                         || self.ranks.get(rank).is_some_and(|waiter| waiter.worlds.len() == first)
                 })
         };
-        let others: Vec<Members> = self
+        let others: Vec<MemberRanks> = self
             .waiting
             .iter()
             .filter(|(members, pending)| waits(members, pending))
@@ -309,7 +310,7 @@ impl FormationTable {
     }
 
     /// Refuses a pending world, and sends the reason to the ranks that wait for it.
-    fn refuse_pending_world(&mut self, members: &Members, refusal: &FormationRefusal) {
+    fn refuse_pending_world(&mut self, members: &MemberRanks, refusal: &FormationRefusal) {
         if let Some(pending) = self.waiting.remove(members) {
             for rank in pending.addresses_by_rank.keys() {
                 self.clear_ended_request(*rank, refusal);
@@ -349,11 +350,11 @@ impl FormationTable {
 
     /// Records that a rank's worker has ended successfully: no rank waits for that rank any more.
     pub(crate) fn record_worker_end(&mut self, generation: Generation, rank: u32, host: String) {
-        if !self.enter_generation(generation) {
+        if !self.clear_for_newer_generation(generation) {
             return;
         }
         self.ranks.entry(rank).or_default().ended = Some(host.clone());
-        let with: Vec<Members> =
+        let with: Vec<MemberRanks> =
             self.waiting.keys().filter(|members| members.contains(&rank)).map(Arc::clone).collect();
         for members in with {
             self.refuse_pending_world(
@@ -364,7 +365,7 @@ impl FormationTable {
     }
 
     /// Returns the members of a world that have not asked, ascending.
-    pub(crate) fn missing_ranks(&self, generation: Generation, members: &Members) -> Vec<u32> {
+    pub(crate) fn missing_ranks(&self, generation: Generation, members: &MemberRanks) -> Vec<u32> {
         let pending = (self.generation == generation).then(|| self.waiting.get(members)).flatten();
         let here = |rank: &u32| {
             pending.is_some_and(|pending| pending.addresses_by_rank.contains_key(rank))
@@ -390,27 +391,29 @@ mod tests {
         }
     }
 
-    fn encoded_addresses(outcome: &Outcome) -> Vec<String> {
+    fn encoded_addresses(outcome: &WorldOrRefusal) -> Vec<String> {
         let encoded = outcome.as_ref().unwrap().encoded_addresses.clone();
         let by_rank = wire::WorldAddresses::decode(encoded).unwrap().by_rank;
         by_rank.into_iter().map(|bytes| String::from_utf8(bytes.into()).unwrap()).collect()
     }
 
-    fn waits(answer: FormationOutcomeOrReceiver) -> watch::Receiver<Option<Outcome>> {
+    fn waits(answer: FormationOutcomeOrReceiver) -> watch::Receiver<Option<WorldOrRefusal>> {
         match answer {
             FormationOutcomeOrReceiver::Wait(outcome) => outcome,
             FormationOutcomeOrReceiver::Known(outcome) => panic!("it does not wait: {outcome:?}"),
         }
     }
 
-    fn known(answer: FormationOutcomeOrReceiver) -> Outcome {
+    fn known(answer: FormationOutcomeOrReceiver) -> WorldOrRefusal {
         match answer {
             FormationOutcomeOrReceiver::Known(outcome) => outcome,
             FormationOutcomeOrReceiver::Wait(_) => panic!("it waits"),
         }
     }
 
-    fn current_outcome(outcome: &watch::Receiver<Option<Outcome>>) -> Option<Outcome> {
+    fn current_outcome(
+        outcome: &watch::Receiver<Option<WorldOrRefusal>>,
+    ) -> Option<WorldOrRefusal> {
         outcome.borrow().clone()
     }
 

@@ -10,7 +10,7 @@ use farandole_membership::{
 };
 use farandole_world::{HostHash, TaskId, World};
 
-use crate::convert;
+use crate::wire_conversions;
 
 /// Calls that a rank makes to the registrar until it has its links: registration, heartbeats,
 /// assignment, and formation.
@@ -45,7 +45,7 @@ pub fn model_formation(
         let (_, decisions) = membership.register_task(at, task, 0, task.0.into(), host).ok()?;
         for decision in decisions {
             if let MembershipDecision::Assigned { world } = decision {
-                let answer = convert::encode_world(&world).len() as u64;
+                let answer = wire_conversions::encode_world(&world).len() as u64;
                 return Some(ModeledFormation { world, at, registrations, reply_bytes: answer });
             }
         }

@@ -42,16 +42,16 @@
 mod accept_retry;
 pub mod client;
 mod codec;
-mod convert;
 mod error;
 mod event;
+mod wire_conversions;
 #[rustfmt::skip]
 mod generated;
 mod formation;
 pub mod formation_model;
-pub mod host;
+mod generation_key_values;
 mod journal;
-mod kv;
+pub mod local_host_facts;
 mod secret;
 mod server;
 mod ticket;

@@ -51,14 +51,14 @@ impl JobToken {
 }
 
 /// SHA-256 of a certificate.
-pub(crate) type Fingerprint = [u8; 32];
+pub(crate) type CertificateFingerprint = [u8; 32];
 
 /// The address of a job's registrar, its identity, and the secret that it requires. Every holder of
 /// a ticket may join the job.
 #[derive(Clone)]
 pub struct Ticket {
     pub(crate) token: JobToken,
-    pub(crate) fingerprint: Fingerprint,
+    pub(crate) fingerprint: CertificateFingerprint,
     job_id: JobId,
     addresses: Vec<String>,
 }
@@ -66,7 +66,7 @@ pub struct Ticket {
 impl Ticket {
     pub(crate) fn new(
         token: JobToken,
-        fingerprint: Fingerprint,
+        fingerprint: CertificateFingerprint,
         job_id: JobId,
         addresses: Vec<String>,
     ) -> Self {

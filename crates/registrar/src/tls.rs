@@ -16,7 +16,7 @@ use sha2::{Digest, Sha256};
 use subtle::ConstantTimeEq;
 
 use crate::error::{Error, Result};
-use crate::ticket::Fingerprint;
+use crate::ticket::CertificateFingerprint;
 
 /// The name in the certificate. Clients check the digest, not the name.
 pub(crate) const SERVER_NAME: &str = "registrar.farandole";
@@ -25,7 +25,7 @@ pub(crate) const SERVER_NAME: &str = "registrar.farandole";
 pub(crate) struct CertificateIdentity {
     pub(crate) certificate_pem: String,
     pub(crate) key_pem: String,
-    pub(crate) fingerprint: Fingerprint,
+    pub(crate) fingerprint: CertificateFingerprint,
 }
 
 /// Makes a self-signed certificate with a new key.
@@ -42,12 +42,12 @@ pub(crate) fn generate_certificate_identity() -> Result<CertificateIdentity> {
 /// A verifier that accepts only the certificate with the digest from the ticket, and only from a
 /// peer that holds its key.
 pub(crate) struct PinnedCertVerifier {
-    fingerprint: Fingerprint,
+    fingerprint: CertificateFingerprint,
     algorithms: WebPkiSupportedAlgorithms,
 }
 
 impl PinnedCertVerifier {
-    pub(crate) fn new(fingerprint: Fingerprint) -> Self {
+    pub(crate) fn new(fingerprint: CertificateFingerprint) -> Self {
         // The process may have installed another provider, for example for its own use of TLS.
         let provider = CryptoProvider::get_default().map_or_else(
             || rustls::crypto::ring::default_provider().signature_verification_algorithms,
@@ -72,7 +72,7 @@ impl ServerCertVerifier for PinnedCertVerifier {
         _ocsp_response: &[u8],
         _now: UnixTime,
     ) -> std::result::Result<ServerCertVerified, TlsError> {
-        let found: Fingerprint = Sha256::digest(end_entity).into();
+        let found: CertificateFingerprint = Sha256::digest(end_entity).into();
         // Name, dates and issuer do not matter: the digest comes from the ticket, which is trusted.
         if bool::from(found.ct_eq(&self.fingerprint)) {
             Ok(ServerCertVerified::assertion())

@@ -14,7 +14,7 @@ use std::time::Instant;
 use farandole_registrar::{Error as RegistrarError, TaskClient};
 use farandole_world::{ProcessSetId, Rank, TaskId, World};
 
-use crate::registrar_rendezvous::{INTERRUPT_POLL_INTERVAL, Interrupted};
+use crate::registrar_rendezvous::{INTERRUPT_POLL_INTERVAL, InterruptCheck};
 use crate::{Error, Result};
 
 /// The process sets of the world that a process left.
@@ -77,7 +77,7 @@ impl CarriedProcessSets {
     }
 
     /// Returns the numbers up to `last_id` that none of these sets has, ascending.
-    pub(crate) fn free_ids(
+    pub(crate) fn unused_set_ids(
         &self,
         sets: &BTreeMap<ProcessSetId, Vec<Rank>>,
     ) -> VecDeque<ProcessSetId> {
@@ -96,7 +96,7 @@ pub(crate) fn exchange_carried_sets(
     world: &World,
     own: Option<&CarriedProcessSets>,
     deadline: Instant,
-    interrupted: &mut Interrupted<'_>,
+    interrupted: &mut InterruptCheck<'_>,
 ) -> Result<Option<CarriedProcessSets>> {
     // Parts of a world are disjoint, so the first member identifies a part.
     let first = world.seats.first().map(|seat| seat.task.0).unwrap_or_default();
@@ -178,6 +178,6 @@ mod tests {
             ranks,
             BTreeMap::from([(ProcessSetId(1), of(&[0, 2])), (ProcessSetId(4), of(&[2, 3]))])
         );
-        assert_eq!(carried().free_ids(&ranks), [ProcessSetId(2), ProcessSetId(3)]);
+        assert_eq!(carried().unused_set_ids(&ranks), [ProcessSetId(2), ProcessSetId(3)]);
     }
 }

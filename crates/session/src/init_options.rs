@@ -46,7 +46,7 @@ impl InitOptions {
     /// `InvalidRanks`, and `NotInWorld` when the calling rank is left out.
     pub(crate) fn selected_ranks(&self, world: &World) -> Result<Option<Vec<Rank>>> {
         let Some(ranks) = &self.ranks else { return Ok(None) };
-        let ranks = sorted_ranks("the ranks of a world", ranks, world.size())?;
+        let ranks = checked_sorted_ranks("the ranks of a world", ranks, world.size())?;
         match ranks.contains(&world.rank) {
             // A list of all ranks is the same request as no list, so both kinds of ranks form one
             // world.
@@ -61,7 +61,7 @@ impl InitOptions {
 ///
 /// # Errors
 /// `InvalidRanks` with `what` if a rank is repeated or out of range, or if there are none.
-pub(crate) fn sorted_ranks(what: &str, ranks: &[u32], size: usize) -> Result<Vec<Rank>> {
+pub(crate) fn checked_sorted_ranks(what: &str, ranks: &[u32], size: usize) -> Result<Vec<Rank>> {
     let mut sorted: Vec<Rank> = ranks.iter().copied().map(Rank).collect();
     sorted.sort_unstable();
     sorted.dedup();

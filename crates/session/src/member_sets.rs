@@ -15,8 +15,8 @@ use std::time::Instant;
 use farandole_engine::ProcessSetOptions;
 use farandole_world::ProcessSetId;
 
-use crate::init_options::sorted_ranks;
-use crate::registrar_rendezvous::Interrupted;
+use crate::init_options::checked_sorted_ranks;
+use crate::registrar_rendezvous::InterruptCheck;
 use crate::{Result, Session};
 
 impl Session {
@@ -42,13 +42,13 @@ impl Session {
         ranks: &[u32],
         channel: u32,
         deadline: Instant,
-        interrupted: &mut Interrupted<'_>,
+        interrupted: &mut InterruptCheck<'_>,
     ) -> Result<ProcessSetId> {
         self.check_not_forked()?;
-        let members = sorted_ranks("a member set", ranks, self.world().size())?;
+        let members = checked_sorted_ranks("a member set", ranks, self.world().size())?;
         let (control, communicator) =
             self.open_set_links(&members, channel, deadline, interrupted)?;
-        let id = self.sets.member_counters.next_set();
+        let id = self.sets.member_counters.next_member_set_id();
         self.engine().add_set(ProcessSetOptions { id, members, control, communicator })?;
         Ok(id)
     }

@@ -59,7 +59,7 @@ impl DriverParkingAndLiveness for MeshParker {
 
     fn send_heartbeat(&self) {
         if let Some(mesh) = &self.mesh {
-            mesh.record_heartbeat();
+            mesh.increment_own_heartbeat();
         }
     }
 }

@@ -33,10 +33,10 @@ impl RegistrarRelay {
 
 impl LinkRelay for RegistrarRelay {
     fn forward_to_port(&self, port: u16) -> Result<()> {
-        self.relay.accept_calls(port).map_err(|error| relay_error(&error))
+        self.relay.accept_relay_calls(port).map_err(|error| relay_error(&error))
     }
 
-    fn relay_world(&self) -> u64 {
+    fn relay_world_number(&self) -> u64 {
         self.relay_world
     }
 

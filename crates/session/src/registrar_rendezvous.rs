@@ -19,11 +19,11 @@ use crate::{Error, Result};
 pub(crate) const INTERRUPT_POLL_INTERVAL: Duration = Duration::from_millis(250);
 
 /// Returns whether to give up.
-pub(crate) type Interrupted<'a> = dyn FnMut() -> bool + Send + 'a;
+pub(crate) type InterruptCheck<'a> = dyn FnMut() -> bool + Send + 'a;
 
 /// # Errors
 /// `Interrupted` when the caller gives up.
-pub(crate) fn check_interrupted(interrupted: &mut Interrupted<'_>) -> Result<()> {
+pub(crate) fn check_interrupted(interrupted: &mut InterruptCheck<'_>) -> Result<()> {
     if interrupted() { Err(Error::Interrupted) } else { Ok(()) }
 }
 
@@ -35,7 +35,7 @@ pub(crate) struct RegistrarRendezvous<'a, 'b> {
     /// The ranks that form the world, if not all do.
     part: Option<&'a [Rank]>,
     failure: Mutex<Option<Error>>,
-    interrupted: Mutex<&'a mut Interrupted<'b>>,
+    interrupted: Mutex<&'a mut InterruptCheck<'b>>,
 }
 
 impl<'a, 'b> RegistrarRendezvous<'a, 'b> {
@@ -43,7 +43,7 @@ impl<'a, 'b> RegistrarRendezvous<'a, 'b> {
         client: &'a TaskClient,
         whole: &World,
         part: Option<&'a [Rank]>,
-        interrupted: &'a mut Interrupted<'b>,
+        interrupted: &'a mut InterruptCheck<'b>,
     ) -> Self {
         let interrupted = Mutex::new(interrupted);
         Self { client, own: whole.rank, part, failure: Mutex::new(None), interrupted }

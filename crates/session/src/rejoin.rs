@@ -16,8 +16,8 @@ use farandole_world::{FaultOrigin, Generation, Rank, TaskId, World};
 use parking_lot::Mutex;
 
 use crate::carried_sets::CarriedProcessSets;
-use crate::form::form_linked_session;
-use crate::registrar_rendezvous::{INTERRUPT_POLL_INTERVAL, Interrupted, check_interrupted};
+use crate::registrar_rendezvous::{INTERRUPT_POLL_INTERVAL, InterruptCheck, check_interrupted};
+use crate::session_formation::form_linked_session;
 use crate::{Error, InitOptions, Result, Session};
 
 /// The world that this process left, and the members that it lost there.
@@ -63,7 +63,7 @@ pub(crate) fn form_next_session(
     config: &Config,
     client: &TaskClient,
     options: &InitOptions,
-    interrupted: &mut Interrupted<'_>,
+    interrupted: &mut InterruptCheck<'_>,
 ) -> Result<Session> {
     loop {
         let previous = PREVIOUS_WORLD.lock().clone();
@@ -93,7 +93,7 @@ pub(crate) fn form_next_session(
 fn await_next_world(
     client: &TaskClient,
     previous: &PreviousWorld,
-    interrupted: &mut Interrupted<'_>,
+    interrupted: &mut InterruptCheck<'_>,
 ) -> Result<World> {
     loop {
         match client.join_next_world(

@@ -13,7 +13,7 @@ use farandole_engine::{ProcessSetChange, RequestHandle};
 use farandole_world::{ProcessSetId, Rank, World};
 use parking_lot::{Mutex, RwLock};
 
-use crate::{Error, Result, links};
+use crate::{Error, Result, rank_links};
 
 /// First number and first channel of member sets. The sets that all ranks know count from 1 and
 /// would have to reach it.
@@ -40,7 +40,7 @@ impl MemberSetCounters {
             .min(u32::MAX - 1)
     }
 
-    pub(crate) fn next_set(&self) -> ProcessSetId {
+    pub(crate) fn next_member_set_id(&self) -> ProcessSetId {
         ProcessSetId(FIRST_MEMBER_SET.saturating_add(self.sets.fetch_add(1, Ordering::Relaxed)))
     }
 }
@@ -111,9 +111,9 @@ impl SessionProcessSets {
         let sets = BTreeMap::from([(ProcessSetId::GLOBAL, all)]);
         Self {
             elastic: config.elastic,
-            memory_budget: links::shared_memory_budget(world, config),
+            memory_budget: rank_links::shared_memory_budget(world, config),
             // An invalid value was rejected when the world formed.
-            crossover: links::read_crossover_rules(config).unwrap_or_default(),
+            crossover: rank_links::read_crossover_rules(config).unwrap_or_default(),
             links_at_start: config.links_at_start,
             open_timeout: config.start_timeout,
             table: RwLock::new(ProcessSetTable {
@@ -124,7 +124,10 @@ impl SessionProcessSets {
                 from_init: BTreeSet::new(),
                 carried_ids: None,
             }),
-            changes: Mutex::new(SetChangeState { channel: links::DATA_CHANNEL + 1, pending: None }),
+            changes: Mutex::new(SetChangeState {
+                channel: rank_links::DATA_CHANNEL + 1,
+                pending: None,
+            }),
             member_counters: MemberSetCounters::default(),
         }
     }

@@ -52,8 +52,8 @@ struct PendingStackQuestions {
 
 impl StackRequests {
     /// Returns a pipe whose reader gets a byte for every request: `1` asks for a call of
-    /// [`StackRequests::answer_pending_questions`]; `0` or the end says that no more requests come. An
-    /// earlier listener is ended.
+    /// [`StackRequests::answer_pending_questions`]; `0` or the end says that no more requests come.
+    /// An earlier listener is ended.
     ///
     /// # Errors
     /// The system has no pipe left.

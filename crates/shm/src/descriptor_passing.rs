@@ -37,7 +37,7 @@ pub fn send_with_descriptors(
         // Without NOSIGNAL, a peer that has closed its socket would end this process by SIGPIPE.
         sendmsg(&socket, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)
     })
-    .map_err(Error::from_call("sendmsg"))?;
+    .map_err(Error::failed_call_mapper("sendmsg"))?;
     if sent == bytes.len() { Ok(()) } else { Err(Error::CutShort { bytes: sent }) }
 }
 
@@ -59,7 +59,7 @@ pub fn receive_with_descriptors(
         // The flag closes them on exec at once: a program that another thread starts meanwhile must
         // not inherit them.
         recvmsg(&socket, &mut [IoSliceMut::new(bytes)], &mut control, RecvFlags::CMSG_CLOEXEC)
-            .map_err(Error::from_call("recvmsg"))?;
+            .map_err(Error::failed_call_mapper("recvmsg"))?;
     let mut descriptors = Vec::new();
     for ancillary in control.drain() {
         if let RecvAncillaryMessage::ScmRights(rights) = ancillary {

@@ -12,10 +12,10 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::{read, write};
 
-use crate::fork::ForkGuard;
-use crate::memory::{MemoryMapping, Shared, page_size};
+use crate::control_words::{CacheLinePadded, ParkedFlag};
+use crate::fork_detection::ForkGuard;
+use crate::memory::{MemoryMapping, SharedAtomics, page_size};
 use crate::segment::{create_sealed_memfd, verify_sealed_memfd};
-use crate::signals::{CacheLinePadded, ParkedFlag};
 use crate::{Error, Result};
 
 #[repr(C)]
@@ -29,7 +29,7 @@ struct DoorbellPage {
 }
 
 // SAFETY: atomics only, 384 bytes.
-unsafe impl Shared for DoorbellPage {}
+unsafe impl SharedAtomics for DoorbellPage {}
 
 /// A doorbell of this process, or of a peer that sent its descriptors.
 #[derive(Debug)]
@@ -50,7 +50,7 @@ impl ProcessDoorbell {
         // Non-blocking: neither a read without a ring nor a write to a full counter may stop the
         // driver.
         let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(Error::from_call("eventfd"))?;
+            .map_err(Error::failed_call_mapper("eventfd"))?;
         Self::from_descriptors(memory, event)
     }
 

@@ -77,7 +77,7 @@ pub enum Error {
 
 impl Error {
     /// Creates a function for `map_err` that adds the name of the failed call.
-    pub(crate) fn from_call(call: &'static str) -> impl Fn(Errno) -> Self {
+    pub(crate) fn failed_call_mapper(call: &'static str) -> impl Fn(Errno) -> Self {
         move |source| Self::System { call, source }
     }
 }

@@ -35,20 +35,20 @@
 
 #![deny(unsafe_code)]
 
+mod control_words;
 pub mod descriptor_passing;
 mod doorbell;
 mod error;
-mod fork;
+mod fork_detection;
+mod loom_atomics;
 mod memory;
 mod region;
 mod ring;
 mod segment;
-mod signals;
-mod sync;
 
 pub use doorbell::ProcessDoorbell;
 pub use error::{Error, Result};
-pub use fork::ForkGuard;
+pub use fork_detection::ForkGuard;
 pub use memory::{HugePageMemory, prefer_large_pages};
 pub use region::{RegionHandle, SharedRegion};
 pub use ring::{RingConsumer, RingProducer, rewind_ring};

@@ -39,7 +39,7 @@ unsafe impl Sync for MemoryMapping {}
 /// # Safety
 /// The type must consist only of atomics (and arrays and `repr(C)` structs of them), for which
 /// every bit pattern is valid, and must fit in one page.
-pub(crate) unsafe trait Shared {}
+pub(crate) unsafe trait SharedAtomics {}
 
 fn mapping_from_raw(base: *mut c_void, len: usize) -> Result<MemoryMapping> {
     let base = NonNull::new(base.cast())
@@ -54,7 +54,7 @@ impl MemoryMapping {
         let base = unsafe {
             mmap(ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, fd, 0)
         };
-        mapping_from_raw(base.map_err(Error::from_call("mmap"))?, len)
+        mapping_from_raw(base.map_err(Error::failed_call_mapper("mmap"))?, len)
     }
 
     /// Maps one private page that reads as zeros in a forked child; fails if the kernel does not
@@ -64,11 +64,11 @@ impl MemoryMapping {
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a fresh mapping at an address of the kernel's choice touches no existing memory.
         let base = unsafe { mmap_anonymous(ptr::null_mut(), len, protection, MapFlags::PRIVATE) };
-        let mapping = mapping_from_raw(base.map_err(Error::from_call("mmap"))?, len)?;
+        let mapping = mapping_from_raw(base.map_err(Error::failed_call_mapper("mmap"))?, len)?;
         // SAFETY: the range is exactly the mapping above, to which no other code has a reference
         // yet.
         unsafe { madvise(mapping.base.as_ptr().cast(), len, Advice::LinuxWipeOnFork) }
-            .map_err(Error::from_call("madvise"))?;
+            .map_err(Error::failed_call_mapper("madvise"))?;
         Ok(mapping)
     }
 
@@ -87,7 +87,7 @@ impl MemoryMapping {
         // SAFETY: a fresh reservation at an address of the kernel's choice touches no existing
         // memory.
         let base = unsafe { mmap_anonymous(ptr::null_mut(), len, ProtFlags::empty(), reserve) };
-        let mapping = mapping_from_raw(base.map_err(Error::from_call("mmap"))?, len)?;
+        let mapping = mapping_from_raw(base.map_err(Error::failed_call_mapper("mmap"))?, len)?;
         for (at, bytes, offset) in [
             (0, page_size(), control),
             (page_size(), capacity, data),
@@ -102,13 +102,13 @@ impl MemoryMapping {
                 let target = mapping.base.as_ptr().add(at).cast();
                 mmap(target, bytes, protection, MapFlags::SHARED | MapFlags::FIXED, fd, offset)
             }
-            .map_err(Error::from_call("mmap"))?;
+            .map_err(Error::failed_call_mapper("mmap"))?;
         }
         Ok(mapping)
     }
 
     /// Returns the atomics at the start of the first page.
-    pub(crate) fn shared_header<T: Shared>(&self) -> &T {
+    pub(crate) fn shared_header<T: SharedAtomics>(&self) -> &T {
         const { assert!(size_of::<T>() <= 4096 && align_of::<T>() <= 4096) };
         // SAFETY: every mapping starts on a page boundary and has at least one page, `T` fits in it
         // (asserted) and is made of atomics, valid for every bit pattern; the reference lives no
@@ -123,7 +123,7 @@ impl MemoryMapping {
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a fresh mapping at an address of the kernel's choice touches no existing memory.
         let base = unsafe { mmap_anonymous(ptr::null_mut(), len, protection, MapFlags::PRIVATE) };
-        let copy = mapping_from_raw(base.map_err(Error::from_call("mmap"))?, len)?;
+        let copy = mapping_from_raw(base.map_err(Error::failed_call_mapper("mmap"))?, len)?;
         // SAFETY: `len` bytes of this mapping follow its first page; the copy has the same size,
         // and is new, so the two do not overlap.
         unsafe { ptr::copy_nonoverlapping(self.data_address(0), copy.base.as_ptr(), len) };
@@ -131,7 +131,7 @@ impl MemoryMapping {
         // SAFETY: the call atomically replaces pages of this mapping by pages with the same bytes.
         // The pages of the copy are moved, so they are no longer mapped at their old address.
         unsafe { mremap_fixed(from, len, len, MremapFlags::MAYMOVE, to) }
-            .map_err(Error::from_call("mremap"))?;
+            .map_err(Error::failed_call_mapper("mremap"))?;
         // Its drop would unmap the old addresses, which may belong to another mapping by now.
         std::mem::forget(copy);
         Ok(())
@@ -156,7 +156,7 @@ impl HugePageMemory {
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a fresh mapping at an address of the kernel's choice touches no existing memory.
         let base = unsafe { mmap_anonymous(ptr::null_mut(), bytes, protection, MapFlags::PRIVATE) };
-        let mapping = mapping_from_raw(base.map_err(Error::from_call("mmap"))?, bytes)?;
+        let mapping = mapping_from_raw(base.map_err(Error::failed_call_mapper("mmap"))?, bytes)?;
         prefer_large_pages(mapping.base.as_ptr().addr(), bytes);
         Ok(Self(mapping))
     }

@@ -18,8 +18,8 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use rustix::fs::{FallocateFlags, FileType, Mode, OFlags, fallocate, fstat, open};
 use rustix::rand::{GetRandomFlags, getrandom};
 
-use crate::fork::ForkGuard;
-use crate::memory::{MemoryMapping, Shared, page_size};
+use crate::fork_detection::ForkGuard;
+use crate::memory::{MemoryMapping, SharedAtomics, page_size};
 use crate::segment::{create_sealed_memfd, verify_sealed_memfd};
 use crate::{Error, Result};
 
@@ -31,7 +31,7 @@ struct RegionHeader {
 }
 
 // SAFETY: atomics only.
-unsafe impl Shared for RegionHeader {}
+unsafe impl SharedAtomics for RegionHeader {}
 
 /// The location of a region, with the nonce that identifies it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -111,8 +111,8 @@ impl SharedRegion {
         // type could block or have side effects.
         let place = format!("/proc/{pid}/fd/{descriptor}");
         let found = open(place, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())
-            .map_err(Error::from_call("open"))?;
-        let kind = fstat(&found).map_err(Error::from_call("fstat"))?.st_mode;
+            .map_err(Error::failed_call_mapper("open"))?;
+        let kind = fstat(&found).map_err(Error::failed_call_mapper("fstat"))?.st_mode;
         if FileType::from_raw_mode(kind) != FileType::RegularFile {
             return Err(Error::AnotherRegion { pid, descriptor });
         }
@@ -120,7 +120,7 @@ impl SharedRegion {
         // number again.
         let place = format!("/proc/self/fd/{}", found.as_raw_fd());
         let file = open(place, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
-            .map_err(Error::from_call("open"))?;
+            .map_err(Error::failed_call_mapper("open"))?;
         let mapping = handle.map_file(&file)?;
         let region = Self { handle: *handle, mapping, file: None, guard: ForkGuard::new() };
         // Checked before the first use of the data: in another namespace, the same numbers may lead
@@ -206,8 +206,8 @@ fn random_nonce() -> Result<[u64; 2]> {
     let mut filled = 0;
     while filled < nonce.len() {
         let empty = nonce.get_mut(filled..).unwrap_or_default();
-        filled +=
-            getrandom(empty, GetRandomFlags::empty()).map_err(Error::from_call("getrandom"))?;
+        filled += getrandom(empty, GetRandomFlags::empty())
+            .map_err(Error::failed_call_mapper("getrandom"))?;
     }
     let [a, b, c, d, e, f, g, h, rest @ ..] = nonce;
     Ok([u64::from_ne_bytes([a, b, c, d, e, f, g, h]), u64::from_ne_bytes(rest)])

@@ -14,9 +14,9 @@ use std::slice;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use crate::fork::ForkGuard;
-use crate::memory::{MemoryMapping, Shared};
-use crate::signals::{CacheLinePadded, RingCursors};
+use crate::control_words::{CacheLinePadded, RingCursors};
+use crate::fork_detection::ForkGuard;
+use crate::memory::{MemoryMapping, SharedAtomics};
 use crate::{Error, Result};
 
 const _: () =
@@ -37,7 +37,7 @@ struct RingHalfState {
 }
 
 // SAFETY: atomics only, 512 bytes.
-unsafe impl Shared for RingControlPage {}
+unsafe impl SharedAtomics for RingControlPage {}
 
 const PRODUCER_HALF: usize = 0;
 const CONSUMER_HALF: usize = 1;
@@ -72,7 +72,10 @@ impl MirroredRing {
         let ring = Arc::new(self);
         ring.claim_ring_half(PRODUCER_HALF)?;
         ring.claim_ring_half(CONSUMER_HALF)?;
-        Ok((RingProducer::from_claimed(Arc::clone(&ring)), RingConsumer::from_claimed(ring)))
+        Ok((
+            RingProducer::from_claimed_half(Arc::clone(&ring)),
+            RingConsumer::from_claimed_half(ring),
+        ))
     }
 
     fn claim_ring_half(&self, half: usize) -> Result<()> {
@@ -133,10 +136,10 @@ pub struct RingProducer {
 impl RingProducer {
     pub(crate) fn claim_producer(ring: MirroredRing) -> Result<Self> {
         ring.claim_ring_half(PRODUCER_HALF)?;
-        Ok(Self::from_claimed(Arc::new(ring)))
+        Ok(Self::from_claimed_half(Arc::new(ring)))
     }
 
-    fn from_claimed(ring: Arc<MirroredRing>) -> Self {
+    fn from_claimed_half(ring: Arc<MirroredRing>) -> Self {
         Self { ring, tail: 0, offset: 0, granted: 0 }
     }
 
@@ -231,10 +234,10 @@ pub struct RingConsumer {
 impl RingConsumer {
     pub(crate) fn claim_consumer(ring: MirroredRing) -> Result<Self> {
         ring.claim_ring_half(CONSUMER_HALF)?;
-        Ok(Self::from_claimed(Arc::new(ring)))
+        Ok(Self::from_claimed_half(Arc::new(ring)))
     }
 
-    fn from_claimed(ring: Arc<MirroredRing>) -> Self {
+    fn from_claimed_half(ring: Arc<MirroredRing>) -> Self {
         Self { ring, head: 0, offset: 0, granted: 0 }
     }
 

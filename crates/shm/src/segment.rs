@@ -29,18 +29,19 @@ pub(crate) fn create_sealed_memfd(name: &str, bytes: u64) -> Result<OwnedFd> {
         Err(Errno::INVAL) => memfd_create(name, flags),
         other => other,
     }
-    .map_err(Error::from_call("memfd_create"))?;
-    ftruncate(&fd, bytes).map_err(Error::from_call("ftruncate"))?;
+    .map_err(Error::failed_call_mapper("memfd_create"))?;
+    ftruncate(&fd, bytes).map_err(Error::failed_call_mapper("ftruncate"))?;
     // SHRINK: an access beyond the end would raise SIGBUS. SEAL: a peer could otherwise forbid
     // later writable mappings.
     fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
-        .map_err(Error::from_call("fcntl"))?;
+        .map_err(Error::failed_call_mapper("fcntl"))?;
     Ok(fd)
 }
 
 /// Checks the size of a memfd from a peer, and that it cannot be shrunk while it is mapped.
 pub(crate) fn verify_sealed_memfd(fd: BorrowedFd<'_>, expected: u64) -> Result<()> {
-    let actual = u64::try_from(fstat(fd).map_err(Error::from_call("fstat"))?.st_size).unwrap_or(0);
+    let actual =
+        u64::try_from(fstat(fd).map_err(Error::failed_call_mapper("fstat"))?.st_size).unwrap_or(0);
     // Only the seal against shrinking counts, because only a smaller file makes an access fault.
     let seals = fcntl_get_seals(fd).unwrap_or(SealFlags::empty());
     if actual == expected && seals.contains(SealFlags::SHRINK) {

@@ -19,10 +19,10 @@ use farandole_simulator::{
 const EFFICIENCY_GOALS: [(&str, f64); 2] = [("resnet50", 0.97), ("vgg16", 0.85)];
 
 /// Changes a cluster.
-type Change = fn(&mut SimulatedCluster);
+type ClusterChange = fn(&mut SimulatedCluster);
 
 /// Changes that leave something out, to find the limit.
-const LIFTED_LIMITS: [(&str, Change); 5] = [
+const LIFTED_LIMITS: [(&str, ClusterChange); 5] = [
     ("as it is", |_| {}),
     ("messages cost nothing", |cluster| cluster.message_cpu_time = Duration::ZERO),
     ("unlimited memory", |cluster| cluster.memory_rate = 1e18),

@@ -60,7 +60,7 @@ pub fn write_goal_schedule(
         for action in actions {
             match action {
                 MemberAction::Send(MemberTransfer { member, bytes, .. }) => {
-                    let tag = next_number(sent.entry(*member).or_default());
+                    let tag = take_next_number(sent.entry(*member).or_default());
                     steps.write(format_args!("send {bytes}b to {member} tag {tag}"))?;
                 }
                 MemberAction::Receive(MemberTransfer { member, bytes, .. }) => {
@@ -70,7 +70,7 @@ pub fn write_goal_schedule(
                         && let Some(message) =
                             messages.get_mut(&(*member, rank)).and_then(VecDeque::pop_front)
                     {
-                        let tag = next_number(count);
+                        let tag = take_next_number(count);
                         steps.write(format_args!("recv {message}b from {member} tag {tag}"))?;
                         *ahead += message;
                     }
@@ -106,7 +106,7 @@ impl RankSteps<'_> {
     }
 }
 
-fn next_number(count: &mut u32) -> u32 {
+fn take_next_number(count: &mut u32) -> u32 {
     *count += 1;
     *count - 1
 }

@@ -176,7 +176,7 @@ impl Error {
     }
 
     /// Adds the refused credential, or the timeout if the operation was repeated until its end.
-    pub(crate) fn with_timeout(self, operation: Option<&StoreOperation>) -> Self {
+    pub(crate) fn with_refusal_or_timeout(self, operation: Option<&StoreOperation>) -> Self {
         let refused = operation.and_then(StoreOperation::refused_credential);
         let this = match (self, refused) {
             (

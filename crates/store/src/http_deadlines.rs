@@ -172,7 +172,7 @@ pub(crate) struct CredentialRefusal {
 }
 
 /// Returns whether an answer refuses the credential, with the same answer again.
-async fn find_refusal(
+async fn detect_credential_refusal(
     answer: HttpResponse,
     is_head: bool,
 ) -> Result<(HttpResponse, Option<CredentialRefusal>), HttpError> {
@@ -213,7 +213,7 @@ impl DeadlineClient {
         let mut was_replaced = false;
         loop {
             let answer = self.call_once(request.clone()).await?;
-            let (answer, refusal) = find_refusal(answer, is_head).await?;
+            let (answer, refusal) = detect_credential_refusal(answer, is_head).await?;
             let Some(refusal) = refusal else {
                 if answer.status().is_success() {
                     // Relaxed: only whether it is 0 counts.

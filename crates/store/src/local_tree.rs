@@ -103,11 +103,11 @@ fn list_directory(opened: &File, above: &str, depth: usize, tree: &mut LocalTree
         let path = if above.is_empty() { text.to_owned() } else { format!("{above}/{text}") };
         let flags = AtFlags::SYMLINK_NOFOLLOW;
         // A file may be deleted between the listing of its name and the look at it.
-        let Some(found) = present(statat(opened, name, flags))? else { continue };
+        let Some(found) = absent_as_none(statat(opened, name, flags))? else { continue };
         match FileType::from_raw_mode(found.st_mode) {
             FileType::Directory => {
                 let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-                let inner = present(openat(opened.as_fd(), name, flags, Mode::empty()))?;
+                let inner = absent_as_none(openat(opened.as_fd(), name, flags, Mode::empty()))?;
                 if let Some(inner) = inner {
                     list_directory(&File::from(inner), &path, depth - 1, tree)?;
                 }
@@ -128,7 +128,7 @@ fn list_directory(opened: &File, above: &str, depth: usize, tree: &mut LocalTree
 }
 
 /// Returns the answer, or `None` if the file does not exist any more.
-fn present<T>(asked: rustix::io::Result<T>) -> Result<Option<T>> {
+fn absent_as_none<T>(asked: rustix::io::Result<T>) -> Result<Option<T>> {
     match asked {
         Ok(found) => Ok(Some(found)),
         // A directory may be replaced by a link in between: the link is not followed.
@@ -203,7 +203,7 @@ impl DirectoryBeingCleared {
     /// # Errors
     /// The system's.
     pub(crate) fn remove_file(&self, name: &str) -> Result<()> {
-        present(unlinkat(&self.0, name, AtFlags::empty())).map(drop)
+        absent_as_none(unlinkat(&self.0, name, AtFlags::empty())).map(drop)
     }
 
     /// Deletes everything in the directory, links as links, except the files directly in it whose
@@ -236,17 +236,19 @@ fn remove_entries(
         if name == c"." || name == c".." {
             continue;
         }
-        let Some(found) = present(statat(opened, name, AtFlags::SYMLINK_NOFOLLOW))? else {
+        let Some(found) = absent_as_none(statat(opened, name, AtFlags::SYMLINK_NOFOLLOW))? else {
             continue;
         };
         if FileType::from_raw_mode(found.st_mode).is_dir() {
             let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-            if let Some(inner) = present(openat(opened.as_fd(), name, flags, Mode::empty()))? {
+            if let Some(inner) = absent_as_none(openat(opened.as_fd(), name, flags, Mode::empty()))?
+            {
                 removed += remove_entries(&File::from(inner), depth - 1, &|_, _| false)?;
             }
-            present(unlinkat(opened, name, AtFlags::REMOVEDIR))?;
+            absent_as_none(unlinkat(opened, name, AtFlags::REMOVEDIR))?;
         } else if !name.to_str().is_ok_and(|name| keeps(name, modified_time(&found))) {
-            removed += usize::from(present(unlinkat(opened, name, AtFlags::empty()))?.is_some());
+            removed +=
+                usize::from(absent_as_none(unlinkat(opened, name, AtFlags::empty()))?.is_some());
         }
     }
     Ok(removed)

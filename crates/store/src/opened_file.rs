@@ -99,7 +99,9 @@ impl OpenedFile {
                 let filled = fill_buffer(backend.as_ref(), meta, 0, buffer, first);
                 let operation = operation.clone();
                 let filled = run_operation(*waiter, operation.as_ref(), filled)?;
-                filled.map_err(|source| self.read_error(source).with_timeout(operation.as_deref()))
+                filled.map_err(|source| {
+                    self.read_error(source).with_refusal_or_timeout(operation.as_deref())
+                })
             }
         }
     }

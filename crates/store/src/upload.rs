@@ -130,7 +130,7 @@ impl StoreUpload {
 
     fn upload_error(&self, action: &'static str, source: object_store::Error) -> Error {
         Error::from_backend(action, self.path.clone(), source)
-            .with_timeout(self.operation.as_deref())
+            .with_refusal_or_timeout(self.operation.as_deref())
     }
 
     /// Completes the file, which then appears; returns its size.

@@ -42,15 +42,15 @@ struct NvtxEventAttributes {
     message: *const c_char,
 }
 
-type Create = unsafe extern "C" fn(*const c_char) -> *mut c_void;
-type Start = unsafe extern "C" fn(*mut c_void, *const NvtxEventAttributes) -> u64;
-type End = unsafe extern "C" fn(*mut c_void, u64);
+type DomainCreateFn = unsafe extern "C" fn(*const c_char) -> *mut c_void;
+type RangeStartFn = unsafe extern "C" fn(*mut c_void, *const NvtxEventAttributes) -> u64;
+type RangeEndFn = unsafe extern "C" fn(*mut c_void, u64);
 
 /// A domain of ranges.
 pub struct NvtxDomain {
     domain: *mut c_void,
-    start: Start,
-    end: End,
+    start: RangeStartFn,
+    end: RangeEndFn,
 }
 
 // SAFETY: NVTX may be called from any thread, and the domain lives as long as the process.
@@ -83,9 +83,9 @@ impl NvtxDomain {
         // SAFETY: these are the functions' types in NVTX 2 and 3.
         let (create, start, end) = unsafe {
             (
-                transmute::<*mut c_void, Create>(create.as_ptr()),
-                transmute::<*mut c_void, Start>(start.as_ptr()),
-                transmute::<*mut c_void, End>(end.as_ptr()),
+                transmute::<*mut c_void, DomainCreateFn>(create.as_ptr()),
+                transmute::<*mut c_void, RangeStartFn>(start.as_ptr()),
+                transmute::<*mut c_void, RangeEndFn>(end.as_ptr()),
             )
         };
         // SAFETY: the name ends with a zero, and NVTX copies it.

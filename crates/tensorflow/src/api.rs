@@ -12,18 +12,18 @@ use std::sync::OnceLock;
 pub(crate) type Opaque = *mut c_void;
 
 /// Makes a kernel of a node; null after a failure.
-pub(crate) type Create = unsafe extern "C" fn(construction: Opaque) -> *mut c_void;
+pub(crate) type CreateKernelFn = unsafe extern "C" fn(construction: Opaque) -> *mut c_void;
 /// Runs a kernel; the last argument is the callback of an asynchronous one.
 pub(crate) type AsyncComputeKernelFn =
     unsafe extern "C" fn(kernel: *mut c_void, context: Opaque, done: Opaque);
 /// Runs a synchronous kernel.
-pub(crate) type Compute = unsafe extern "C" fn(kernel: *mut c_void, context: Opaque);
+pub(crate) type ComputeKernelFn = unsafe extern "C" fn(kernel: *mut c_void, context: Opaque);
 /// Destroys a kernel.
-pub(crate) type Delete = unsafe extern "C" fn(kernel: *mut c_void);
+pub(crate) type DeleteKernelFn = unsafe extern "C" fn(kernel: *mut c_void);
 /// Infers shapes of outputs.
-pub(crate) type Infer = unsafe extern "C" fn(context: Opaque, status: Opaque);
+pub(crate) type InferShapeFn = unsafe extern "C" fn(context: Opaque, status: Opaque);
 /// Frees the memory of a tensor.
-pub(crate) type Deallocate =
+pub(crate) type DeallocateTensorFn =
     unsafe extern "C" fn(data: *mut c_void, length: usize, argument: *mut c_void);
 
 unsafe extern "C" {
@@ -91,13 +91,13 @@ api! {
     add_output = TF_OpDefinitionBuilderAddOutput(Opaque, *const c_char);
     add_attr = TF_OpDefinitionBuilderAddAttr(Opaque, *const c_char);
     set_stateful = TF_OpDefinitionBuilderSetIsStateful(Opaque, bool);
-    set_shapes = TF_OpDefinitionBuilderSetShapeInferenceFunction(Opaque, Infer);
+    set_shapes = TF_OpDefinitionBuilderSetShapeInferenceFunction(Opaque, InferShapeFn);
     register_op = TF_RegisterOpDefinition(Opaque, Opaque);
 
     new_async_kernel =
-        TF_NewAsyncKernelBuilder(*const c_char, *const c_char, Option<Create>, AsyncComputeKernelFn, Option<Delete>) -> Opaque;
+        TF_NewAsyncKernelBuilder(*const c_char, *const c_char, Option<CreateKernelFn>, AsyncComputeKernelFn, Option<DeleteKernelFn>) -> Opaque;
     new_kernel =
-        TF_NewKernelBuilder(*const c_char, *const c_char, Option<Create>, Compute, Option<Delete>) -> Opaque;
+        TF_NewKernelBuilder(*const c_char, *const c_char, Option<CreateKernelFn>, ComputeKernelFn, Option<DeleteKernelFn>) -> Opaque;
     host_memory = TF_KernelBuilder_HostMemory(Opaque, *const c_char);
     register_kernel = TF_RegisterKernelBuilder(*const c_char, Opaque, Opaque);
 
@@ -118,7 +118,7 @@ api! {
             -> Opaque;
 
     new_tensor =
-        TF_NewTensor(c_int, *const i64, c_int, *mut c_void, usize, Deallocate, *mut c_void) -> Opaque;
+        TF_NewTensor(c_int, *const i64, c_int, *mut c_void, usize, DeallocateTensorFn, *mut c_void) -> Opaque;
     delete_tensor = TF_DeleteTensor(Opaque);
     tensor_type = TF_TensorType(Opaque) -> c_int;
     num_dims = TF_NumDims(Opaque) -> c_int;

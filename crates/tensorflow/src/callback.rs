@@ -13,7 +13,7 @@ use std::ffi::{c_int, c_void};
 
 use crate::api::{Api, Opaque};
 
-type Manager = unsafe extern "C" fn(*mut c_void, *const c_void, c_int) -> c_int;
+type FunctionManagerFn = unsafe extern "C" fn(*mut c_void, *const c_void, c_int) -> c_int;
 
 /// The manager's operation for the destructor.
 const DESTROY_OPERATION: c_int = 3;
@@ -22,7 +22,7 @@ const DESTROY_OPERATION: c_int = 3;
 #[repr(C)]
 struct CppFunction {
     functor: [usize; 2],
-    manager: Option<Manager>,
+    manager: Option<FunctionManagerFn>,
     invoker: Option<unsafe extern "C" fn(*const c_void)>,
 }
 
@@ -41,7 +41,7 @@ impl DoneCallback {
     ///
     /// # Safety
     /// `done` is what TensorFlow passed to an asynchronous `compute` that has not returned.
-    pub(crate) unsafe fn move_from(api: &'static Api, done: Opaque) -> Self {
+    pub(crate) unsafe fn take_from_caller(api: &'static Api, done: Opaque) -> Self {
         let original = done.cast::<CppFunction>();
         // SAFETY: by the caller's promise `original` is a live `std::function`; emptying it is the
         // second half of its move constructor.

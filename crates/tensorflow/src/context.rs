@@ -6,7 +6,7 @@
 
 use std::ffi::{CStr, CString, c_int, c_void};
 
-use crate::api::{Api, Deallocate, Opaque};
+use crate::api::{Api, DeallocateTensorFn, Opaque};
 
 /// Codes of a status that are used here; TensorFlow's numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -86,7 +86,7 @@ impl TensorflowTensor {
         dtype: c_int,
         dims: &[i64],
         (data, bytes): (*mut c_void, usize),
-        (deallocate, argument): (Deallocate, *mut c_void),
+        (deallocate, argument): (DeallocateTensorFn, *mut c_void),
     ) -> Self {
         let rank = c_int::try_from(dims.len()).unwrap_or(c_int::MAX);
         // SAFETY: the caller's promise.

@@ -9,7 +9,9 @@ use std::sync::OnceLock;
 
 use farandole_door::OperationCode as O;
 
-use crate::api::{Api, AsyncComputeKernelFn, Compute, Create, Infer, tensorflow_api};
+use crate::api::{
+    Api, AsyncComputeKernelFn, ComputeKernelFn, CreateKernelFn, InferShapeFn, tensorflow_api,
+};
 use crate::context::TensorflowStatus;
 use crate::kernel_state::delete_kernel;
 use crate::{kernel, probe, shapes, world};
@@ -40,8 +42,8 @@ const REDUCTION_ATTRIBUTES: [&str; 3] = [
 ];
 
 enum KernelBody {
-    Asynchronous(Create, AsyncComputeKernelFn),
-    Immediate(Create, Compute),
+    Asynchronous(CreateKernelFn, AsyncComputeKernelFn),
+    Immediate(CreateKernelFn, ComputeKernelFn),
 }
 
 struct OpDefinition {
@@ -49,7 +51,7 @@ struct OpDefinition {
     inputs: &'static [&'static str],
     outputs: &'static [&'static str],
     attributes: &'static [&'static [&'static str]],
-    shapes: Infer,
+    shapes: InferShapeFn,
     body: KernelBody,
 }
 
@@ -101,13 +103,13 @@ macro_rules! number {
 }
 
 fn op_definitions() -> Vec<OpDefinition> {
-    let same: (&[&str], Infer) = (&["output: T"], shapes::infer_same_shapes);
-    let all_same: (&[&str], Infer) = (&["outputs: Ts"], shapes::infer_same_shapes);
-    let part: (&[&str], Infer) = (&["output: T"], shapes::infer_unknown_rows);
-    let all_part: (&[&str], Infer) = (&["outputs: Ts"], shapes::infer_unknown_rows);
-    let gathered: (&[&str], Infer) =
+    let same: (&[&str], InferShapeFn) = (&["output: T"], shapes::infer_same_shapes);
+    let all_same: (&[&str], InferShapeFn) = (&["outputs: Ts"], shapes::infer_same_shapes);
+    let part: (&[&str], InferShapeFn) = (&["output: T"], shapes::infer_unknown_rows);
+    let all_part: (&[&str], InferShapeFn) = (&["outputs: Ts"], shapes::infer_unknown_rows);
+    let gathered: (&[&str], InferShapeFn) =
         (&["output: T", "rows: int64"], shapes::infer_unknown_rows_and_matrix);
-    let all_gathered: (&[&str], Infer) =
+    let all_gathered: (&[&str], InferShapeFn) =
         (&["outputs: Ts", "rows: int64"], shapes::infer_unknown_rows_and_matrix);
     let mut all = Vec::new();
     all.extend(collective!("Allreduce", O::Allreduce, same, all_same, &REDUCTION_ATTRIBUTES));

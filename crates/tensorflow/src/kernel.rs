@@ -50,7 +50,7 @@ pub(crate) unsafe extern "C" fn compute_collective(
 ) {
     let Ok(api) = tensorflow_api() else { return };
     // SAFETY: `compute_collective` has not returned.
-    let callback = unsafe { DoneCallback::move_from(api, done) };
+    let callback = unsafe { DoneCallback::take_from_caller(api, done) };
     // SAFETY: the callback has not run; the job touches the context only before it does.
     let context = unsafe { KernelContext::new(api, context) };
     // SAFETY: TensorFlow keeps the kernel while its `compute_collective` runs.

@@ -111,7 +111,7 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use farandole_door::{
-        Done, ProcessSetPlacement, SubmissionHeader, TABLE_VERSION, TensorRequest,
+        OutcomeCallback, ProcessSetPlacement, SubmissionHeader, TABLE_VERSION, TensorRequest,
     };
 
     use super::*;
@@ -126,7 +126,7 @@ mod tests {
         _: *const SubmissionHeader,
         _: *const TensorRequest,
         _: usize,
-        _: Done,
+        _: OutcomeCallback,
         _: *mut c_void,
         _: *mut std::ffi::c_char,
         _: usize,

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! An op that ends on another thread well after its `compute_callback_probe` has returned. It checks once,
-//! at load, that the callback survives. Without a delay the op ends at once, and has the cost of
-//! any asynchronous op.
+//! An op that ends on another thread well after its `compute_callback_probe` has returned. It
+//! checks once, at load, that the callback survives. Without a delay the op ends at once, and has
+//! the cost of any asynchronous op.
 #![expect(unsafe_code, reason = "TensorFlow calls these through pointers")]
 
 use std::ffi::c_void;
@@ -39,7 +39,8 @@ pub(crate) unsafe extern "C" fn create_callback_probe(construction: Opaque) -> *
 /// Doubles one number, later.
 ///
 /// # Safety
-/// TensorFlow calls it with what `create_callback_probe` returned, a context, and a callback on its stack.
+/// TensorFlow calls it with what `create_callback_probe` returned, a context, and a callback on its
+/// stack.
 pub(crate) unsafe extern "C" fn compute_callback_probe(
     kernel: *mut c_void,
     context: Opaque,
@@ -47,7 +48,7 @@ pub(crate) unsafe extern "C" fn compute_callback_probe(
 ) {
     let Ok(api) = tensorflow_api() else { return };
     // SAFETY: `compute_callback_probe` has not returned.
-    let callback = unsafe { DoneCallback::move_from(api, done) };
+    let callback = unsafe { DoneCallback::take_from_caller(api, done) };
     // SAFETY: used before the callback runs only.
     let context = unsafe { KernelContext::new(api, context) };
     // SAFETY: TensorFlow keeps the kernel while its `compute_callback_probe` runs.

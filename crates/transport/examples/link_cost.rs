@@ -11,7 +11,7 @@
 use std::time::Duration;
 
 use farandole_transport::Link;
-use farandole_transport::contract::{join_meshes, open_link_pair};
+use farandole_transport::link_contract::{join_meshes, open_link_pair};
 use rustix::time::{ClockId, clock_gettime};
 
 const REPETITIONS_PER_CASE: usize = 5;

@@ -9,7 +9,7 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use farandole_transport::contract::{join_meshes, open_link_pair};
+use farandole_transport::link_contract::{join_meshes, open_link_pair};
 use farandole_transport::{Link, LinkKind, Parker, Result};
 
 const MESSAGE_BYTES: usize = 64;

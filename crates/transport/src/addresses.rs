@@ -150,8 +150,9 @@ fn listen_on_first_free(hosts: &[IpAddr], ports: PortRange) -> Result<(TcpListen
                     // All ranks of a large job connect at once, and a rank that finds the queue
                     // full retries only after a second.
                     rustix::net::listen(&listener, LISTEN_BACKLOG)
-                        .map_err(Error::from_call("listen"))?;
-                    let socket = listener.local_addr().map_err(Error::from_call("getsockname"))?;
+                        .map_err(Error::failed_call_mapper("listen"))?;
+                    let socket =
+                        listener.local_addr().map_err(Error::failed_call_mapper("getsockname"))?;
                     return Ok((listener, socket));
                 }
                 // A port that another process uses is not an error: ranks of one host share the

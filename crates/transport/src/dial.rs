@@ -26,7 +26,7 @@ use crate::handshake::{
 };
 use crate::happy_eyeballs::{ConnectOutcome, HappyEyeballs};
 use crate::mesh_state::MeshState;
-use crate::peer::PeerState;
+use crate::peer_state::PeerState;
 use crate::record::CipherSuite;
 use crate::secured_connection::SecuredConnection;
 use crate::{Error, Result};
@@ -215,7 +215,7 @@ pub(crate) fn dial_address_pair(
     wait.check_give_up()?;
     let deadline = wait.attempt_deadline(shared);
     let timeout = deadline.saturating_duration_since(Instant::now());
-    let mut race = HappyEyeballs::new(&[pair.to], deadline, timeout).with_source(pair.from);
+    let mut race = HappyEyeballs::new(&[pair.to], deadline, timeout).with_source_address(pair.from);
     let socket = race.next().map_or_else(
         || Err(DialFailure::Unanswered(format!("{}: {NO_ANSWER_REASON}", pair.to))),
         |outcome| outcome.socket,

@@ -98,7 +98,9 @@ impl From<farandole_shm::Error> for Error {
 
 impl Error {
     /// Creates a function for `map_err` that adds the name of the failed call.
-    pub(crate) fn from_call<E: std::fmt::Display>(what: &'static str) -> impl Fn(E) -> Self {
+    pub(crate) fn failed_call_mapper<E: std::fmt::Display>(
+        what: &'static str,
+    ) -> impl Fn(E) -> Self {
         move |error| Self::System { what, reason: error.to_string() }
     }
 }

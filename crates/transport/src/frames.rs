@@ -37,7 +37,7 @@ pub fn into_frame_halves(link: Link) -> (FrameSender, FrameReceiver) {
     (FrameSender::new(link.peer, link.sender), FrameReceiver::new(link.peer, link.receiver))
 }
 
-fn encode_header(rank: Rank, kind: u8, payload: &[u8]) -> Result<[u8; FRAME_HEADER_BYTES]> {
+fn encode_frame_header(rank: Rank, kind: u8, payload: &[u8]) -> Result<[u8; FRAME_HEADER_BYTES]> {
     let length = u32::try_from(payload.len()).ok().filter(|_| payload.len() <= MAX_FRAME_BYTES);
     let length = length.ok_or_else(|| frame_too_long_error(rank, payload.len()))?.to_le_bytes();
     Ok([length[0], length[1], length[2], length[3], kind])
@@ -72,8 +72,8 @@ impl FrameSender {
     ///
     /// # Errors
     /// `PeerLost`; `Frame` when the payload is too long.
-    pub fn try_send(&mut self, kind: u8, payload: &[u8]) -> Result<bool> {
-        let header = encode_header(self.peer, kind, payload)?;
+    pub fn try_send_frame(&mut self, kind: u8, payload: &[u8]) -> Result<bool> {
+        let header = encode_frame_header(self.peer, kind, payload)?;
         // A new frame must not pass queued bytes, which may end in the middle of an earlier frame.
         if !self.queue.is_empty() && !self.flush()? {
             return Ok(false);
@@ -94,7 +94,7 @@ impl FrameSender {
     /// `PeerLost`; `Frame` when the payload is too long, or when more than [`MAX_QUEUED_BYTES`]
     /// bytes would be queued.
     pub fn queue_frame(&mut self, kind: u8, payload: &[u8]) -> Result<()> {
-        if self.try_send(kind, payload)? {
+        if self.try_send_frame(kind, payload)? {
             return Ok(());
         }
         let kept = self.queue.len() + FRAME_HEADER_BYTES + payload.len();
@@ -104,7 +104,7 @@ impl FrameSender {
             );
             return Err(Error::Frame { rank: self.peer, reason });
         }
-        self.queue.extend(encode_header(self.peer, kind, payload)?);
+        self.queue.extend(encode_frame_header(self.peer, kind, payload)?);
         self.queue.extend(payload);
         self.flush()?;
         Ok(())
@@ -114,10 +114,10 @@ impl FrameSender {
     /// waiting, even to a peer that is counted as lost, because only another connection to it may
     /// have broken. For the reason why this process stops; no frame may be sent after it.
     pub fn send_final_frame(&mut self, kind: u8, payload: &[u8]) {
-        if matches!(self.try_send(kind, payload), Ok(true)) {
+        if matches!(self.try_send_frame(kind, payload), Ok(true)) {
             return;
         }
-        let Ok(header) = encode_header(self.peer, kind, payload) else { return };
+        let Ok(header) = encode_frame_header(self.peer, kind, payload) else { return };
         self.queue.extend(header);
         self.queue.extend(payload);
         // `flush` fails for a peer that is counted as lost. Its other connections may still work,
@@ -192,16 +192,16 @@ impl FrameReceiver {
     ///
     /// # Errors
     /// `PeerLost` after the last whole frame; `Frame` when a length is out of bounds.
-    pub fn try_receive(&mut self) -> Result<Option<LinkFrame>> {
+    pub fn try_receive_frame(&mut self) -> Result<Option<LinkFrame>> {
         let mut payload = Vec::new();
         Ok(self.try_receive_frame_into(&mut payload)?.map(|kind| LinkFrame { kind, payload }))
     }
 
-    /// Like [`FrameReceiver::try_receive`], into a reused buffer: returns the kind, and `payload`
-    /// then holds only the message. Without a frame, `payload` is unchanged.
+    /// Like [`FrameReceiver::try_receive_frame`], into a reused buffer: returns the kind, and
+    /// `payload` then holds only the message. Without a frame, `payload` is unchanged.
     ///
     /// # Errors
-    /// Like [`FrameReceiver::try_receive`].
+    /// Like [`FrameReceiver::try_receive_frame`].
     pub fn try_receive_frame_into(&mut self, payload: &mut Vec<u8>) -> Result<Option<u8>> {
         if self.partial.is_none() {
             let window = self.receiver.window()?;
@@ -272,33 +272,33 @@ mod tests {
     #[test]
     fn frames_arrive_in_order_with_their_kinds() {
         let (mut sender, mut receiver) = ends(4096);
-        assert!(sender.try_send(1, b"one").unwrap());
-        assert!(sender.try_send(2, b"").unwrap());
-        let one = receiver.try_receive().unwrap().unwrap();
+        assert!(sender.try_send_frame(1, b"one").unwrap());
+        assert!(sender.try_send_frame(2, b"").unwrap());
+        let one = receiver.try_receive_frame().unwrap().unwrap();
         assert_eq!((one.kind, one.payload.as_slice()), (1, &b"one"[..]));
         assert_eq!(
-            receiver.try_receive().unwrap().unwrap(),
+            receiver.try_receive_frame().unwrap().unwrap(),
             LinkFrame { kind: 2, payload: Vec::new() }
         );
-        assert_eq!(receiver.try_receive().unwrap(), None);
+        assert_eq!(receiver.try_receive_frame().unwrap(), None);
     }
 
     #[test]
     fn a_frame_larger_than_the_ring_moves_in_parts() {
         let (mut sender, mut receiver) = ends(4096);
         let large: Vec<u8> = (0..100_003_u32).map(|at| (at % 251).to_le_bytes()[0]).collect();
-        assert!(!sender.try_send(9, &large).unwrap());
+        assert!(!sender.try_send_frame(9, &large).unwrap());
         sender.queue_frame(9, &large).unwrap();
         sender.queue_frame(10, b"after").unwrap();
         let frame = loop {
             sender.flush().unwrap();
-            if let Some(frame) = receiver.try_receive().unwrap() {
+            if let Some(frame) = receiver.try_receive_frame().unwrap() {
                 break frame;
             }
         };
         assert_eq!(frame, LinkFrame { kind: 9, payload: large });
         assert!(sender.flush().unwrap());
-        assert_eq!(receiver.try_receive().unwrap().unwrap().kind, 10);
+        assert_eq!(receiver.try_receive_frame().unwrap().unwrap().kind, 10);
     }
 
     #[test]
@@ -306,7 +306,7 @@ mod tests {
         let (mut a, b) = loopback::link_pair(Rank(0), Rank(1), 4096).unwrap();
         a.sender.window().unwrap()[..5].copy_from_slice(&[0xff; 5]);
         a.sender.commit(5).unwrap();
-        let error = into_frame_halves(b).1.try_receive().unwrap_err();
+        let error = into_frame_halves(b).1.try_receive_frame().unwrap_err();
         assert!(matches!(error, Error::Frame { rank: Rank(0), .. }), "{error}");
         assert!(into_frame_halves(a).0.queue_frame(0, &vec![0; MAX_FRAME_BYTES + 1]).is_err());
     }
@@ -317,9 +317,9 @@ mod tests {
         a.sender.window().unwrap()[..3].copy_from_slice(&[1, 0, 0]);
         a.sender.commit(3).unwrap();
         let mut receiver = into_frame_halves(b).1;
-        assert_eq!(receiver.try_receive().unwrap(), None);
+        assert_eq!(receiver.try_receive_frame().unwrap(), None);
         drop(a);
-        assert!(matches!(receiver.try_receive(), Err(Error::PeerLost { .. })));
+        assert!(matches!(receiver.try_receive_frame(), Err(Error::PeerLost { .. })));
     }
 
     #[test]
@@ -327,7 +327,7 @@ mod tests {
         let (mut sender, mut receiver) = ends(4096);
         sender.queue_frame(3, b"last").unwrap();
         drop(sender);
-        assert_eq!(receiver.try_receive().unwrap().unwrap().kind, 3);
-        assert!(matches!(receiver.try_receive(), Err(Error::PeerLost { .. })));
+        assert_eq!(receiver.try_receive_frame().unwrap().unwrap().kind, 3);
+        assert!(matches!(receiver.try_receive_frame(), Err(Error::PeerLost { .. })));
     }
 }

@@ -57,7 +57,7 @@ impl HappyEyeballs {
     }
 
     /// Sets the local address of the connections.
-    pub(crate) fn with_source(self, source: IpAddr) -> Self {
+    pub(crate) fn with_source_address(self, source: IpAddr) -> Self {
         Self { source: Some(source), ..self }
     }
 

@@ -176,7 +176,7 @@ impl HeartbeatChannel {
             }
         }
         self.arrived = 0;
-        self.open_record().unwrap_or_else(|| {
+        self.decrypt_control_record().unwrap_or_else(|| {
             let address = addresses::describe_peer_address(&self.secured.socket);
             let what = self.secured.keys.receiving.tampered_record_error();
             ReceiveOutcome::Broken(format!(
@@ -185,7 +185,7 @@ impl HeartbeatChannel {
         })
     }
 
-    fn open_record(&mut self) -> Option<ReceiveOutcome> {
+    fn decrypt_control_record(&mut self) -> Option<ReceiveOutcome> {
         let (header, rest) = self.arriving.split_first_chunk::<RECORD_HEADER_BYTES>()?;
         let (payload, tag) = rest.split_first_chunk::<CONTROL_PAYLOAD_BYTES>()?;
         let (header, mut payload) = (RecordHeader(*header), *payload);

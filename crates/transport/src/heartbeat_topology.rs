@@ -60,7 +60,7 @@ impl HeartbeatTopology {
     }
 
     /// Returns whether all ranks watch each other, so that no rank relies on reports of others.
-    pub(crate) fn is_complete(&self) -> bool {
+    pub(crate) fn is_fully_connected(&self) -> bool {
         let count = self.machines.len();
         // Ranks watch only their counterparts on other machines. If two machines have several
         // ranks, some pairs of ranks do not watch each other.
@@ -191,7 +191,7 @@ mod tests {
             let size = all(&circle).len();
             let complete =
                 all(&circle).into_iter().all(|rank| circle.heartbeat_peers(rank).len() == size - 1);
-            assert_eq!(circle.is_complete(), complete, "{ranks:?}");
+            assert_eq!(circle.is_fully_connected(), complete, "{ranks:?}");
         }
     }
 

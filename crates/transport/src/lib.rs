@@ -42,11 +42,9 @@
 
 #![deny(unsafe_code)]
 
+mod acceptor_handshake;
 mod addresses;
-mod arrivals;
-mod budget;
-#[cfg(feature = "_test-harness")]
-pub mod contract;
+mod connection_arrivals;
 mod dial;
 mod dial_failure;
 mod error;
@@ -55,25 +53,27 @@ mod handshake;
 mod happy_eyeballs;
 mod heartbeat_channel;
 mod heartbeat_topology;
-mod incoming;
 mod link;
+#[cfg(feature = "_test-harness")]
+pub mod link_contract;
 pub mod loopback;
 mod mesh;
 mod mesh_state;
 mod multi_nic;
 mod parker;
-mod peer;
 mod peer_addresses;
+mod peer_state;
+mod peer_watch;
 mod record;
 mod relay;
 mod rendezvous;
+mod ring_byte_budget;
 mod ring_link;
 mod secured_connection;
 mod service;
 mod service_inbox;
 mod sync;
 mod tcp;
-mod watch;
 
 pub use addresses::NumberedInterfaceAddress;
 pub use error::{Error, Result};
@@ -84,7 +84,7 @@ pub use heartbeat_topology::heartbeat_peers;
 pub use link::{Link, LinkKind, LinkReceiver, LinkSender, MESSAGE_ALIGNMENT};
 pub use mesh::{Mesh, MeshOptions, max_concurrent_dials};
 pub use parker::{Parker, Unparker, WakeReason};
+pub use peer_watch::loss_report_allowance;
 pub use record::PACKET_PAYLOAD_BYTES;
 pub use relay::LinkRelay;
 pub use rendezvous::{MemoryRendezvous, Rendezvous, RendezvousParticipant};
-pub use watch::loss_report_allowance;

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use farandole_shm::{ProcessDoorbell, create_private_ring};
 use farandole_world::Rank;
 
-use crate::peer::PeerState;
+use crate::peer_state::PeerState;
 use crate::ring_link::{RingReceiver, RingSender};
 use crate::{Link, LinkKind, Parker, Result};
 

@@ -3,7 +3,7 @@
 
 //! The mesh: the ranks of one generation, connected on demand.
 
-mod dial_many;
+mod concurrent_dials;
 mod link_setup;
 mod on_demand;
 
@@ -23,26 +23,26 @@ use farandole_world::{Generation, HostHash, Rank};
 use parking_lot::Mutex;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use crate::arrivals::ArrivedConnection;
-use crate::budget::{RingByteBudget, RingByteReservation};
+use crate::connection_arrivals::ArrivedConnection;
 use crate::dial::{self, DialRequest, DialSilence, DialWait};
 use crate::dial_failure::DialFailure;
 use crate::handshake::{CONTROL_CHANNEL, ConnectionCarrier, JobKey, random_nonce};
 use crate::heartbeat_topology::HeartbeatTopology;
 use crate::mesh_state::{MeshParameters, MeshState};
 use crate::multi_nic::{LinkRequest, PeerRoutes};
-use crate::peer::PeerState;
 use crate::peer_addresses::PeerAddresses;
+use crate::peer_state::PeerState;
+use crate::peer_watch::PeerWatch;
+use crate::ring_byte_budget::{RingByteBudget, RingByteReservation};
 use crate::ring_link::{RingReceiver, RingSender};
 use crate::secured_connection::SecuredConnection;
 use crate::service::{MeshListeners, MeshService};
-use crate::watch::PeerWatch;
 use crate::{
     Error, Link, LinkKind, LinkRelay, NumberedInterfaceAddress, Parker, Rendezvous,
     RendezvousParticipant, Result, addresses, multi_nic, tcp,
 };
 
-pub use dial_many::max_concurrent_dials;
+pub use concurrent_dials::max_concurrent_dials;
 use on_demand::{DialQueue, capacity_mismatch_error};
 
 /// Interval at which a wait for a peer to dial probes whether the peer still listens. Also the time
@@ -172,8 +172,9 @@ impl Mesh {
         let service = MeshService::new(Arc::clone(&shared), MeshListeners { tcp, unix })?;
         // The thread runs before the addresses are published, because peers dial from then on.
         let thread = thread::Builder::new().name("farandole-mesh".to_owned());
-        let service = thread.spawn(move || service.run()).map_err(Error::from_call("clone"))?;
-        let relay_world = options.relay.as_ref().map_or(0, |gateway| gateway.relay_world());
+        let service =
+            thread.spawn(move || service.run()).map_err(Error::failed_call_mapper("clone"))?;
+        let relay_world = options.relay.as_ref().map_or(0, |gateway| gateway.relay_world_number());
         let published = PeerAddresses {
             host: options.host.clone(),
             pid: std::process::id(),
@@ -245,7 +246,7 @@ impl Mesh {
             self.peer_addresses.iter().map(|published| published.host.machine_name()),
         );
         self.heartbeat_peers = topology.heartbeat_peers(rank);
-        self.shared.relies_on_loss_reports.store(!topology.is_complete(), Ordering::Relaxed);
+        self.shared.relies_on_loss_reports.store(!topology.is_fully_connected(), Ordering::Relaxed);
         Ok(())
     }
 
@@ -356,7 +357,9 @@ impl Mesh {
         dial: impl Fn(&Arc<PeerState>, &mut DialWait<'_>) -> Result<T> + Sync,
     ) -> Result<Vec<(usize, T)>> {
         let lower = dial_order(self.options.rank, peers);
-        dial_many::dial_all_peers(&lower, wait, |rank, wait| dial(self.find_peer(rank)?, wait))
+        concurrent_dials::dial_all_peers(&lower, wait, |rank, wait| {
+            dial(self.find_peer(rank)?, wait)
+        })
     }
 
     /// Records that the channel to these ranks is opened, and fails if it was opened before.
@@ -421,7 +424,7 @@ impl Mesh {
 
     /// Shows local peers that this process runs. Calling it is optional, because the service thread
     /// also sends heartbeats; with it, progress of the caller counts, too.
-    pub fn record_heartbeat(&self) {
+    pub fn increment_own_heartbeat(&self) {
         if self.shared.guard.is_original_process() {
             self.shared.parker.own_doorbell().increment_heartbeat();
         }

@@ -14,11 +14,11 @@ use farandole_shm::ForkGuard;
 use farandole_world::{Generation, Rank};
 use parking_lot::Mutex;
 
-use crate::arrivals::{ArrivalKey, ArrivedConnection, ConnectionArrivals};
+use crate::connection_arrivals::{ArrivalKey, ArrivedConnection, ConnectionArrivals};
 use crate::handshake::JobKey;
-use crate::peer::PeerState;
+use crate::peer_state::PeerState;
+use crate::peer_watch::{ProcessEndDescriptor, loss_report_allowance};
 use crate::service_inbox::ServiceInbox;
-use crate::watch::{ProcessEndDescriptor, loss_report_allowance};
 use crate::{Error, Parker, Result};
 
 pub(crate) struct MeshState {

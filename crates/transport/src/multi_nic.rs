@@ -23,7 +23,7 @@ use crate::dial::{self, DialRequest, DialWait};
 use crate::dial_failure::DialFailure;
 use crate::handshake::ConnectionCarrier;
 use crate::mesh_state::MeshState;
-use crate::peer::PeerState;
+use crate::peer_state::PeerState;
 use crate::secured_connection::SecuredConnection;
 use crate::tcp::stripes;
 

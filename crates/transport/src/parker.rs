@@ -12,7 +12,7 @@
 //! sleep calls `cancel_park`, so that peers need not ring for it, and `Unparker::wake_all` when it
 //! stops polling.
 
-mod sleepers;
+mod parked_threads;
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -22,7 +22,7 @@ use farandole_shm::{ForkGuard, ProcessDoorbell};
 use rustix::event::{PollFd, PollFlags, Timespec, epoll, poll};
 use rustix::io::Errno;
 
-use self::sleepers::{ParkedThreads, ParkerSystemCalls};
+use self::parked_threads::{ParkedThreads, ParkerSystemCalls};
 use crate::{Error, Result};
 
 /// Resolution of the timeout of `epoll_wait`. If less time is left, `poll` waits first, because it
@@ -64,11 +64,11 @@ impl Parker {
     /// `System`.
     pub fn new() -> Result<Self> {
         let bell = ProcessDoorbell::create()?;
-        let epoll =
-            epoll::create(epoll::CreateFlags::CLOEXEC).map_err(Error::from_call("epoll_create"))?;
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)
+            .map_err(Error::failed_call_mapper("epoll_create"))?;
         let data = epoll::EventData::new_u64(0);
         epoll::add(&epoll, bell.event_descriptor(), data, epoll::EventFlags::IN)
-            .map_err(Error::from_call("epoll_ctl"))?;
+            .map_err(Error::failed_call_mapper("epoll_ctl"))?;
         let shared = ParkerState {
             bell: Arc::new(bell),
             epoll,
@@ -90,7 +90,7 @@ impl Parker {
             // Level-triggered OUT would always be ready, so no thread could sleep.
             | epoll::EventFlags::ET;
         epoll::add(&self.shared.epoll, socket, epoll::EventData::new_u64(1), flags)
-            .map_err(Error::from_call("epoll_ctl"))
+            .map_err(Error::failed_call_mapper("epoll_ctl"))
     }
 
     pub(crate) fn unwatch_socket(&self, socket: impl AsFd) {
@@ -124,7 +124,7 @@ impl Parker {
     pub fn park(&self, deadline: Instant) -> Result<WakeReason> {
         self.shared.guard.check_not_forked()?;
         let place = EpollWait { shared: &self.shared, deadline: Some(deadline) };
-        self.shared.sleepers.park_thread(&place).map_err(Error::from_call("epoll_wait"))
+        self.shared.sleepers.park_thread(&place).map_err(Error::failed_call_mapper("epoll_wait"))
     }
 
     /// Returns a handle that wakes the sleeping threads.

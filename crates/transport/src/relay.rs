@@ -20,10 +20,10 @@ pub trait LinkRelay: Send + Sync {
     fn forward_to_port(&self, port: u16) -> Result<()>;
 
     /// Returns a number that identifies the current world of this process to callers.
-    fn relay_world(&self) -> u64;
+    fn relay_world_number(&self) -> u64;
 
     /// Returns a loopback address of this host that leads to `rank` in the world with the number
-    /// `relay_world`, which is the [`relay_world`](Self::relay_world) of that rank.
+    /// `relay_world`, which is the [`relay_world_number`](Self::relay_world_number) of that rank.
     ///
     /// # Errors
     /// `Rendezvous` when there is no such address.

@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use farandole_shm::{ProcessDoorbell, RingConsumer, RingProducer};
 
-use crate::budget::RingByteReservation;
-use crate::peer::PeerState;
+use crate::peer_state::PeerState;
+use crate::ring_byte_budget::RingByteReservation;
 use crate::{LinkReceiver, LinkSender, Result};
 
 /// Reason of the loss when the peer dropped its half of the link.

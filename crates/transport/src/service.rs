@@ -32,13 +32,13 @@ use rustix::event::{Timespec, epoll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, recv, sockopt};
 
+use crate::acceptor_handshake::{AcceptorHandshake, AcceptorProgress};
 use crate::handshake::HANDSHAKE_TIME_LIMIT;
-use crate::incoming::{AcceptorHandshake, AcceptorProgress};
 use crate::mesh_state::MeshState;
-use crate::peer::PeerState;
+use crate::peer_state::PeerState;
+use crate::peer_watch::{PeerLiveness, PeerWatch, loss_report_allowance};
 use crate::service_inbox::{MonitoredLink, RetiredSocket};
 use crate::tcp::path_liveness::{PathSilence, TcpInfoSnapshot};
-use crate::watch::{PeerLiveness, PeerWatch, loss_report_allowance};
 use crate::{Error, Result};
 
 /// Largest number of open handshakes.
@@ -92,15 +92,15 @@ pub(crate) struct MeshService {
 
 impl MeshService {
     pub(crate) fn new(shared: Arc<MeshState>, listeners: MeshListeners) -> Result<Self> {
-        let epoll =
-            epoll::create(epoll::CreateFlags::CLOEXEC).map_err(Error::from_call("epoll_create"))?;
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)
+            .map_err(Error::failed_call_mapper("epoll_create"))?;
         register_readable(&epoll, &shared.inbox.event, EVENT_TOKEN)?;
         for tcp in &listeners.tcp {
-            tcp.set_nonblocking(true).map_err(Error::from_call("ioctl"))?;
+            tcp.set_nonblocking(true).map_err(Error::failed_call_mapper("ioctl"))?;
             register_readable(&epoll, tcp, TCP_LISTENER_TOKEN)?;
         }
         if let Some(unix) = &listeners.unix {
-            unix.set_nonblocking(true).map_err(Error::from_call("ioctl"))?;
+            unix.set_nonblocking(true).map_err(Error::failed_call_mapper("ioctl"))?;
             register_readable(&epoll, unix, UNIX_LISTENER_TOKEN)?;
         }
         let interval =
@@ -300,7 +300,7 @@ impl MeshService {
         let token = self.next_token();
         // A peer that connects late has missed these reports, and may watch none of the lost ranks.
         for (rank, reason) in &self.broadcast_losses {
-            watch.report_loss(*rank, reason);
+            watch.report_rank_loss(*rank, reason);
         }
         if let Some(descriptor) = watch.poll_descriptor() {
             // If the descriptor cannot be added, the peer is still watched by its heartbeat.
@@ -316,7 +316,7 @@ impl MeshService {
             if !orderly {
                 // Without this message, the peer would see only the end of the connection and
                 // report that as the reason.
-                watch.report_loss(watch.peer.rank, &reason);
+                watch.report_rank_loss(watch.peer.rank, &reason);
             }
             if let Some(descriptor) = watch.poll_descriptor() {
                 // A failure does not matter: the descriptor is closed next.
@@ -347,7 +347,7 @@ impl MeshService {
         // stop.
         if let Entry::Vacant(vacant) = self.broadcast_losses.entry(rank) {
             let reason = vacant.insert(reason);
-            self.watched.values_mut().for_each(|watch| watch.report_loss(rank, reason));
+            self.watched.values_mut().for_each(|watch| watch.report_rank_loss(rank, reason));
         }
     }
 
@@ -453,7 +453,7 @@ fn drain_retired_socket(retired: &RetiredSocket) -> bool {
 
 fn register_readable(epoll: &OwnedFd, source: impl AsFd, token: u64) -> Result<()> {
     epoll::add(epoll, source, epoll::EventData::new_u64(token), epoll::EventFlags::IN)
-        .map_err(Error::from_call("epoll_ctl"))
+        .map_err(Error::failed_call_mapper("epoll_ctl"))
 }
 
 #[cfg(test)]

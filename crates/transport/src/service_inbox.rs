@@ -10,8 +10,8 @@ use std::sync::{Arc, Weak};
 use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, eventfd};
 
-use crate::peer::PeerState;
-use crate::watch::PeerWatch;
+use crate::peer_state::PeerState;
+use crate::peer_watch::PeerWatch;
 use crate::{Error, Result};
 
 /// A link whose connections the service thread monitors, so that it detects a broken connection
@@ -46,7 +46,7 @@ impl ServiceInbox {
     pub(crate) fn new() -> Result<Self> {
         Ok(Self {
             event: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-                .map_err(Error::from_call("eventfd"))?,
+                .map_err(Error::failed_call_mapper("eventfd"))?,
             stop: AtomicBool::new(false),
             watches: Mutex::default(),
             monitored_links: Mutex::default(),

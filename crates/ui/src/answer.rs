@@ -55,7 +55,7 @@ impl ViewerSite {
     /// Returns the answer to a request for `path` with the parameters `query`.
     pub(crate) fn answer_request(&self, path: &str, query: &str) -> ViewerReply {
         let Some(place) = self.path_after_token(path) else {
-            return ViewerReply::failure(
+            return ViewerReply::failure_reply(
                 StatusCode::NOT_FOUND,
                 "not found; the link of the viewer has a token",
             );
@@ -85,7 +85,7 @@ impl ViewerSite {
                 // The viewer works; the store behind it does not.
                 _ => StatusCode::BAD_GATEWAY,
             };
-            ViewerReply::failure(status, &error.to_string())
+            ViewerReply::failure_reply(status, &error.to_string())
         })
     }
 

@@ -63,7 +63,7 @@ pub(crate) struct ViewerConnectionSlot {
 
 impl ViewerConnectionSlot {
     /// Marks the connection as proven, after a request on it had the token.
-    pub(crate) fn mark_proven(&self) {
+    pub(crate) fn mark_token_proven(&self) {
         let mut state = self.slots.lock_state();
         // If it was unseated a moment ago, the connection is about to be closed.
         if let Some(seated) = state.unproven.remove(&self.number) {
@@ -92,12 +92,12 @@ mod tests {
     fn the_oldest_unproven_makes_way_and_the_proven_never_do() {
         let places = ViewerConnectionSlots::new(3);
         let mut taken: Vec<_> = (0..3).map(|_| places.take_slot().unwrap()).collect();
-        taken[0].0.mark_proven();
+        taken[0].0.mark_token_proven();
         let newcomer = places.take_slot().unwrap();
         let ends: Vec<_> = taken.iter_mut().map(|(_, unseated)| unseated.try_recv()).collect();
         assert_eq!(ends, [Ok(()), Err(TryRecvError::Closed), Err(TryRecvError::Empty)]);
-        taken[2].0.mark_proven();
-        newcomer.0.mark_proven();
+        taken[2].0.mark_token_proven();
+        newcomer.0.mark_token_proven();
         assert!(places.take_slot().is_none(), "a proven connection was closed");
         drop(newcomer);
         assert!(places.take_slot().is_some());

@@ -40,7 +40,9 @@ impl ViewerReply {
     pub(crate) fn json(value: &impl Serialize) -> Self {
         match serde_json::to_vec(value) {
             Ok(body) => Self::new("application/json", body),
-            Err(error) => Self::failure(StatusCode::INTERNAL_SERVER_ERROR, &error.to_string()),
+            Err(error) => {
+                Self::failure_reply(StatusCode::INTERNAL_SERVER_ERROR, &error.to_string())
+            }
         }
     }
 
@@ -52,7 +54,7 @@ impl ViewerReply {
         Self { save_as: Some(name), ..Self::new(kind, body) }
     }
 
-    pub(crate) fn failure(status: StatusCode, message: &str) -> Self {
+    pub(crate) fn failure_reply(status: StatusCode, message: &str) -> Self {
         Self { status, ..Self::text(message.to_owned()) }
     }
 

@@ -223,11 +223,11 @@ async fn respond_to_request(
         refused.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
         return refused;
     }
-    place.mark_proven();
+    place.mark_token_proven();
     // No address changes anything.
     if request.method() != Method::GET && request.method() != Method::HEAD {
-        let mut refused =
-            ViewerReply::failure(StatusCode::METHOD_NOT_ALLOWED, "only GET").into_response(None);
+        let mut refused = ViewerReply::failure_reply(StatusCode::METHOD_NOT_ALLOWED, "only GET")
+            .into_response(None);
         refused.headers_mut().insert(ALLOW, HeaderValue::from_static("GET, HEAD"));
         return refused;
     }
@@ -251,7 +251,10 @@ async fn respond_to_request(
         Err(_) => None,
     };
     let failed = || {
-        ViewerReply::failure(StatusCode::INTERNAL_SERVER_ERROR, "the request could not be answered")
+        ViewerReply::failure_reply(
+            StatusCode::INTERNAL_SERVER_ERROR,
+            "the request could not be answered",
+        )
     };
     reply.unwrap_or_else(failed).into_response(seen.as_deref())
 }

@@ -20,16 +20,18 @@
 //!   once.
 //! - `W-4`: ranks that another launcher has assigned are kept: the task number is the rank.
 
-mod assign;
+mod assign_task_ranks;
 mod fault;
 mod host;
-mod ids;
-pub mod nodelist;
+mod index_newtypes;
+pub mod slurm_nodelist;
 mod sub_world;
 mod topology;
 
-pub use assign::{TaskPlacement, assign_in_task_order, assign_ranks, assign_ranks_as_listed};
+pub use assign_task_ranks::{
+    TaskPlacement, assign_in_task_order, assign_ranks, assign_ranks_as_listed,
+};
 pub use fault::FaultOrigin;
 pub use host::{HostFacts, HostHash};
-pub use ids::{CrossRank, Generation, JobId, LocalRank, ProcessSetId, Rank, TaskId};
+pub use index_newtypes::{CrossRank, Generation, JobId, LocalRank, ProcessSetId, Rank, TaskId};
 pub use topology::{Error, RankPlacement, World};

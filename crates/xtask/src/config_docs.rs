@@ -15,7 +15,7 @@ use crate::source_files::{PYTHON_NAMES, tracked_files};
 
 const CONFIGURATION_PAGE: &str = "docs/reference/configuration.md";
 /// A program that imports nothing of the package, and therefore contains names of variables.
-const STANDALONE_PROGRAM: &str = "python/farandole/runner/proxy.py";
+const STANDALONE_PROGRAM: &str = "python/farandole/runner/warm_worker_proxy.py";
 
 /// Fails if a generated file differs from the one that the registry generates, or if Python code
 /// contains the name of a variable as a string.

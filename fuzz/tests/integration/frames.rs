@@ -21,7 +21,7 @@ fn frames_of_any_size_cross_rings_of_any_size() {
         let mut seen = Vec::new();
         while seen.len() < sent.len() {
             sender.flush().unwrap();
-            seen.extend(receiver.try_receive().unwrap());
+            seen.extend(receiver.try_receive_frame().unwrap());
         }
         assert_eq!(seen, sent);
     });
@@ -38,7 +38,7 @@ fn garbage_is_an_error_or_waits_for_more() {
             let fits = bytes.len().min(window.len());
             window[..fits].copy_from_slice(&bytes[..fits]);
             a.sender.commit(fits).unwrap();
-            match receiver.try_receive() {
+            match receiver.try_receive_frame() {
                 Ok(Some(frame)) => assert!(frame.payload.len() <= 4096),
                 Ok(None) => {}
                 Err(Error::Frame { rank, .. }) => {

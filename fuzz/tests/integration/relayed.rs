@@ -14,7 +14,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use farandole_fuzz::{Random, cases};
-use farandole_transport::contract::{DivertingRendezvous, TEST_WAIT_LIMIT, rank_zero_address};
+use farandole_transport::link_contract::{DivertingRendezvous, TEST_WAIT_LIMIT, rank_zero_address};
 use farandole_transport::{Error, Link, MemoryRendezvous, Mesh, MeshOptions};
 use farandole_world::{HostHash, Rank};
 use proxy::{Harm, Plan, Proxy, Way};

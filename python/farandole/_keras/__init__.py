@@ -12,6 +12,6 @@ if _find_spec("keras") is None:
     )
 
 from farandole._keras.optimizer import distribute_optimizer, is_distributed, is_optimizer
-from farandole._keras.settings import Settings
+from farandole._keras.settings import GradientReductionSettings
 
-__all__ = ["Settings", "distribute_optimizer", "is_distributed", "is_optimizer"]
+__all__ = ["GradientReductionSettings", "distribute_optimizer", "is_distributed", "is_optimizer"]

@@ -11,10 +11,10 @@ import keras
 import numpy as np
 
 import farandole.numpy as arrays
-from farandole._keras.optimizer import local_variables
-from farandole._keras.values import as_array, broadcast_variables
+from farandole._keras.optimizer import rank_local_variables
+from farandole._keras.value_collectives import broadcast_variables, to_numpy_array
 from farandole.common import basics
-from farandole.numpy.plain import allgather_plain
+from farandole.numpy.plain_value_exchange import allgather_plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -79,7 +79,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         variables, local = list(model.weights), self._local_variable_ids
         if optimizer is not None:
             variables += optimizer.variables
-            local = local_variables(optimizer, local)
+            local = rank_local_variables(optimizer, local)
         broadcast_variables(
             [entry for entry in variables if id(entry) not in local], self.root_rank
         )
@@ -115,13 +115,13 @@ class MetricAverageCallback(keras.callbacks.Callback):
                 )
         if not names:
             return
-        mine = np.array([float(as_array(logs[name])) for name in names], np.float64)
+        mine = np.array([float(to_numpy_array(logs[name])) for name in names], np.float64)
         average = arrays.allreduce(mine, name="keras.metrics")
         logs.update(zip(names, average.tolist(), strict=True))
 
 
 def _is_number(value: Any) -> bool:
-    array = as_array(value)
+    array = to_numpy_array(value)
     return array.ndim == 0 and array.dtype.kind in "biuf"
 
 
@@ -211,7 +211,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     def _current_learning_rate(self) -> float:
         model: Any = self.model
         write_jax_state_to_model(model)
-        return float(as_array(model.optimizer.learning_rate))
+        return float(to_numpy_array(model.optimizer.learning_rate))
 
     def _adjust_learning_rate(self, epoch: float) -> None:
         old, new = self._current_learning_rate(), self.initial_lr * self.multiplier(epoch)

@@ -13,7 +13,7 @@ import numpy as np
 
 import farandole.numpy as arrays
 from farandole._keras.callbacks import write_jax_state_to_model
-from farandole._keras.values import as_array, broadcast_variables
+from farandole._keras.value_collectives import broadcast_variables, to_numpy_array
 from farandole.common import basics
 from farandole.common.elastic import ObjectState
 
@@ -57,7 +57,9 @@ class KerasState(ObjectState):
         mine += [
             variable for variable in self.model.non_trainable_variables if id(variable) not in known
         ]
-        self._variable_snapshots = [(variable, np.array(as_array(variable))) for variable in mine]
+        self._variable_snapshots = [
+            (variable, np.array(to_numpy_array(variable))) for variable in mine
+        ]
 
     def save(self) -> None:
         """Keeps copies of all variables, and the attributes."""

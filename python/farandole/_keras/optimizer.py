@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from farandole._keras import patches
+from farandole._keras.optimizer_slots import slots_with_owners
 from farandole._keras.reducer import make_reducer
-from farandole._keras.slots import slots_with_owners
 from farandole.common.util import Average, Sum
 
 if TYPE_CHECKING:
     from farandole._keras.reducer import OptimizerReducer
-    from farandole._keras.settings import Settings
+    from farandole._keras.settings import GradientReductionSettings
 
 
 class DistributedOptimizerState:
@@ -31,7 +31,7 @@ class DistributedOptimizerState:
         settings: The caller's settings.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: GradientReductionSettings) -> None:
         self.settings = settings
         self.reducer: OptimizerReducer = make_reducer(settings)
         self.variables: list[Any] = []
@@ -47,7 +47,7 @@ class _DistributedOptimizerMixin:
     """Mixed in before an optimizer's own class."""
 
     _farandole: DistributedOptimizerState
-    _farandole_settings: Settings
+    _farandole_settings: GradientReductionSettings
     _farandole_kind: Any
 
     def register_local_var(self, var: Any) -> None:
@@ -124,7 +124,7 @@ class _DistributedOptimizerMixin:
 class _LossScaleMixin:
     """Mixed in before a `LossScaleOptimizer`'s own class whose inner optimizer is distributed."""
 
-    _farandole_settings: Settings
+    _farandole_settings: GradientReductionSettings
     _farandole_kind: Any
 
     def register_local_var(self, var: Any) -> None:
@@ -159,7 +159,7 @@ def is_distributed(value: Any) -> bool:
     )
 
 
-def local_variables(optimizer: Any, others: set[int]) -> set[int]:
+def rank_local_variables(optimizer: Any, others: set[int]) -> set[int]:
     """Returns the local variables of this rank: the variables given to `register_local_var`, and
     the optimizer's slots for them.
 
@@ -191,7 +191,7 @@ def local_variables(optimizer: Any, others: set[int]) -> set[int]:
     )
 
 
-def distribute_optimizer(optimizer: Any, settings: Settings) -> Any:
+def distribute_optimizer(optimizer: Any, settings: GradientReductionSettings) -> Any:
     """Returns a distributed optimizer with the state of the given one, which is not to be used any
     more.
 
@@ -238,7 +238,9 @@ def distribute_optimizer(optimizer: Any, settings: Settings) -> Any:
     return new
 
 
-def _rebuild_as_mixed_subclass(optimizer: Any, mixed_in: type, settings: Settings) -> Any:
+def _rebuild_as_mixed_subclass(
+    optimizer: Any, mixed_in: type, settings: GradientReductionSettings
+) -> Any:
     """Returns an instance of a subclass that looks like the optimizer's own class.
 
     The instance is made without __init__ and gets the old optimizer's state: variables, slots and
@@ -257,14 +259,14 @@ def _rebuild_as_mixed_subclass(optimizer: Any, mixed_in: type, settings: Setting
     return new
 
 
-def _distribute_plain_optimizer(optimizer: Any, settings: Settings) -> Any:
+def _distribute_plain_optimizer(optimizer: Any, settings: GradientReductionSettings) -> Any:
     patches.install_patches()
     new = _rebuild_as_mixed_subclass(optimizer, _DistributedOptimizerMixin, settings)
     new.__dict__["_farandole"] = DistributedOptimizerState(settings)
     return new
 
 
-def _distribute_loss_scale_optimizer(optimizer: Any, settings: Settings) -> Any:
+def _distribute_loss_scale_optimizer(optimizer: Any, settings: GradientReductionSettings) -> Any:
     patches.install_patches()
     new = _rebuild_as_mixed_subclass(optimizer, _LossScaleMixin, settings)
     inner = _distribute_plain_optimizer(

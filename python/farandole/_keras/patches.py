@@ -65,11 +65,11 @@ def _patch_jit_compile_choice() -> None:
 
     def model_supports_jit(model: Any) -> bool:
         if is_distributed_on_tensorflow(model):
-            from farandole.tensorflow import splitting, xla  # noqa: PLC0415 - the backend
+            from farandole.tensorflow import xla, xla_function_splitting  # noqa: PLC0415 - the backend
 
-            return (xla.xla_unsupported_reason() is None or splitting.is_split_possible()) and supports(
-                model
-            )
+            return (
+                xla.xla_unsupported_reason() is None or xla_function_splitting.is_split_possible()
+            ) and supports(model)
         return supports(model)
 
     def resolve_auto_jit_compile(model: Any) -> bool:

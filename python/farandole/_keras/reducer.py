@@ -10,13 +10,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 import keras
 
 from farandole.common import basics
-from farandole.common.reduction import groups_by_variable_key, partition_gradients, predivide_factors
+from farandole.common.gradient_grouping import (
+    groups_by_variable_key,
+    partition_gradients,
+    predivide_factors,
+)
 from farandole.common.util import Min, Sum
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from farandole._keras.settings import Settings
+    from farandole._keras.settings import GradientReductionSettings
 
 
 class OptimizerReducer(Protocol):
@@ -69,7 +73,7 @@ _reducer_numbering = _ReducerNumbering()
 class _BaseKerasReducer:
     """Groups, factors, local variables and compression, on any backend."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: GradientReductionSettings) -> None:
         from farandole._keras.compression import Compression  # noqa: PLC0415 - not for TensorFlow
 
         self.compression = settings.compression or Compression.none
@@ -199,7 +203,7 @@ class _JaxOptimizerReducer(_BaseKerasReducer):
         return list(io_callback(reduce_arrays, shapes, *grads, ordered=True))
 
 
-def make_reducer(settings: Settings) -> OptimizerReducer:
+def make_reducer(settings: GradientReductionSettings) -> OptimizerReducer:
     """Returns the reducer of the backend that Keras runs on.
 
     Raises:

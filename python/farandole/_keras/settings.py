@@ -12,7 +12,7 @@ from farandole.common.util import Average
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class GradientReductionSettings:
     """Settings of a gradient reduction on any backend: the arguments of `DistributedOptimizer`
     by their names.
     """
@@ -41,4 +41,6 @@ class Settings:
                 "an optimizer with groups of variables cannot be copied: its copy has other "
                 "variables"
             )
-        return Settings, tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+        return GradientReductionSettings, tuple(
+            getattr(self, field.name) for field in dataclasses.fields(self)
+        )

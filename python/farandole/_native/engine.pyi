@@ -233,7 +233,12 @@ def open_device(ordinal: int, packages: Sequence[str], /) -> bool:
     not to.
     """
 
-def allocate_registered_memory(ordinal: int, stream: int, bytes: int, /) -> RegisteredDeviceMemory | None:  # noqa: A002 - positional only
+def allocate_registered_memory(
+    ordinal: int,
+    stream: int,
+    bytes: int,  # noqa: A002 - positional only
+    /,
+) -> RegisteredDeviceMemory | None:
     """Memory that communicators of NCCL register, for work in the order of a stream.
 
     `None` when none is asked for, or NCCL gives none; `FarandoleInternalError` when there is none

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from farandole._native import engine
-from farandole.common import heap, logs, notices, stacks
+from farandole.common import heap, logs, termination_notices, thread_stacks
 from farandole.common.exceptions import FarandoleEnvironmentError
 from farandole.common.timeline import start_timeline, stop_timeline
 from farandole.common.util import Adasum, Average, Max, Min, Product, Sum
-from farandole.runner import load
+from farandole.runner import load_reports
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -124,9 +124,9 @@ def init(
     if not _begin_session(comm, ranks, process_sets == "dynamic"):
         return
     heap.start_heap_trimmer()
-    load.start_rank_reports()
+    load_reports.start_rank_reports()
     if engine.world().size > 1:
-        stacks.start_stack_server()  # a process alone gets no question about its stack
+        thread_stacks.start_stack_server()  # a process alone gets no question about its stack
     for reset in _init_callbacks:
         reset()
     record_initial_set_numbers(sets)
@@ -145,10 +145,12 @@ def _begin_session(
         world_ticket = _agree_on_world_ticket(comm)
     elif comm is not None:
         members = list(comm) or None  # none at all are all of them, as in Horovod
-    if notices.is_elastic() and not engine.is_initialized():
+    if termination_notices.is_elastic_worker() and not engine.is_initialized():
         for load_ahead in _elastic_preloads:
             load_ahead()
-    with notices.handle_notice_signals():  # a spare waits here for as long as the job lasts
+    with (
+        termination_notices.handle_notice_signals()
+    ):  # a spare waits here for as long as the job lasts
         if not engine.init(members, process_sets, dynamic, world_ticket):
             return False
     holder = engine.rank_not_inherited_variable()

@@ -84,7 +84,7 @@ class StoredCommits:
         """Gives the lease back, after the last commit."""
         self._lease.release_lease()
 
-    def is_due(self, commits: int) -> bool:
+    def is_write_due(self, commits: int) -> bool:
         """Returns whether a commit must be written now.
 
         Args:
@@ -93,7 +93,7 @@ class StoredCommits:
         busy = self._thread is not None and self._thread.is_alive()
         return not busy and commits - self._last_started >= self._commits_per_write
 
-    def is_written(self, commits: int) -> bool:
+    def is_commit_written(self, commits: int) -> bool:
         """Returns whether a commit was written, once `wait` has returned.
 
         Args:
@@ -143,7 +143,7 @@ class StoredCommits:
         Raises:
             ValueError: There are some, and none of them can be used.
         """
-        return self._keyed_run_store().resume()
+        return self._keyed_run_store().read_checkpoint_to_resume()
 
     def _keyed_run_store(self) -> RemoteStore:
         """Returns the paths of the run, with the key that signs its commits.
@@ -192,11 +192,11 @@ def unpack_commit_archive(data: bytes) -> tuple[list[Any], dict[str, Any]]:
     """
     import numpy as np  # noqa: PLC0415 - as above
 
-    from farandole.stores import durable, small_files  # noqa: PLC0415 - few states have a store
+    from farandole.stores import durable_writes, small_files  # noqa: PLC0415 - few states have a store
 
     source_name = "a commit"
     with small_files.raise_as_damaged_file(source_name):
-        damage = durable.find_damage(data)
+        damage = durable_writes.find_damage(data)
         if damage is not None:
             raise ValueError(damage)
         with np.load(io.BytesIO(data), allow_pickle=False) as found:

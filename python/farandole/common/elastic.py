@@ -13,7 +13,7 @@ import queue
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from farandole._native import engine
-from farandole.common import basics, commits, notices
+from farandole.common import basics, commits, termination_notices
 from farandole.common.commits import StoredCommits
 from farandole.common.exceptions import (
     FarandoleInternalError,
@@ -21,7 +21,7 @@ from farandole.common.exceptions import (
     HostsUpdatedInterrupt,
     WorkerDismissed,
 )
-from farandole.common.notices import leave
+from farandole.common.termination_notices import leave
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -172,12 +172,14 @@ class State:
         if self._stored_commits is None:
             return
         self._is_writer = self._rank() == 0
-        if self._is_writer and self._stored_commits.is_due(self._commits):
+        if self._is_writer and self._stored_commits.is_write_due(self._commits):
             self._start_commit_write(self._stored_commits)
 
     def _start_commit_write(self, stored: StoredCommits) -> None:
         lent = self._pin_commit()
-        stored.start_commit_write(self._commits, lambda: self._pack_commit(lent), self._unpin_commit)
+        stored.start_commit_write(
+            self._commits, lambda: self._pack_commit(lent), self._unpin_commit
+        )
 
     def _finish_commit_writes(self) -> None:
         """Returns when the last commit is in the store.
@@ -189,7 +191,7 @@ class State:
             return
         self._wait_for_copies()
         failure = self._stored_commits.wait_for_commit_write()
-        if self._is_writer and not self._stored_commits.is_written(self._commits):
+        if self._is_writer and not self._stored_commits.is_commit_written(self._commits):
             self._start_commit_write(self._stored_commits)
             failure = self._stored_commits.wait_for_commit_write()
         if failure is not None:
@@ -453,7 +455,7 @@ def run_fn(func: Callable[..., _Result], reset: Callable[[], None]) -> Callable[
 
     @functools.wraps(func)
     def run_with_state(state: State, *args: Any, **kwargs: Any) -> _Result:
-        with notices.handle_notice_signals(), _with_stored_commits(state):
+        with termination_notices.handle_notice_signals(), _with_stored_commits(state):
             return run_in_each_world(state, *args, **kwargs)
 
     def run_in_each_world(state: State, *args: Any, **kwargs: Any) -> _Result:

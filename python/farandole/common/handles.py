@@ -29,7 +29,7 @@ Finish: TypeAlias = Callable[[list[Outcome]], Any]
 """Converts the outcomes of an operation's members to the result for the caller."""
 
 
-def record_join(last: int) -> int:
+def reset_numbers_after_join(last: int) -> int:
     """Records that a join has completed: all ranks restart the numbers of unnamed operations.
 
     Ranks that ran out of data have used fewer numbers than others. The native library counts the

@@ -27,7 +27,7 @@ from farandole.data.loaders.frames import frame_loader
 from farandole.data.loaders.mixed import MixedLoader
 from farandole.data.loaders.pools import LengthLoader, WeightedLoader
 from farandole.data.loaders.stream import StreamLoader
-from farandole.data.media import Audio, Decode, Image
+from farandole.data.media_decoding import Audio, Decode, Image
 from farandole.data.prepare import PreparedData, prepare_data
 from farandole.data.ragged import Jagged, Nested, Pad
 from farandole.data.statistics import Statistics, statistics_of

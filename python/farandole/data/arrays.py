@@ -170,7 +170,8 @@ def _batch_converter(
     """Returns the function that turns batches into dicts.
 
     Args:
-        view_batch_numbers: Returns so many numbers of a type in the memory of a batch, from a byte on.
+        view_batch_numbers: Returns so many numbers of a type in the memory of a batch, from a byte
+            on.
         make_empty: Returns an array without elements, of a shape and a type.
     """
 
@@ -190,7 +191,9 @@ def _batch_converter(
                 matrix = flat.reshape(len(run.names), run.stride)[:, :rows]
                 arrays.update(zip(run.names, matrix, strict=True))
         texts = [field for field in fields if field.dtype in VARIABLE_WIDTH_DTYPES]
-        arrays.update((field.name, text_column_as_objects(batch, field.name, field.dtype)) for field in texts)
+        arrays.update(
+            (field.name, text_column_as_objects(batch, field.name, field.dtype)) for field in texts
+        )
         return arrays
 
     return convert_batch
@@ -222,19 +225,21 @@ def make_result_converter(framework: str) -> Wrap:
     if framework == "torch":
         import torch  # noqa: PLC0415 - optional
 
-        def as_writable(value: Any) -> Any:
+        def to_writable_array(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
                 return value
             array = np.asarray(value)
             return torch.from_numpy(array if array.flags.writeable else array.copy())
     else:
 
-        def as_writable(value: Any) -> Any:
+        def to_writable_array(value: Any) -> Any:
             array = np.asarray(value)
             return array if array.flags.writeable else array.copy()
 
-    def convert_result(batch: Batch, result: Mapping[str, Any], weights: str | None) -> dict[str, Any]:
-        values = {name: as_writable(value) for name, value in result.items()}
+    def convert_result(
+        batch: Batch, result: Mapping[str, Any], weights: str | None
+    ) -> dict[str, Any]:
+        values = {name: to_writable_array(value) for name, value in result.items()}
         lengths = {name: len(value) for name, value in values.items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"transformation_fn returned columns of different lengths: {lengths}")
@@ -245,7 +250,7 @@ def make_result_converter(framework: str) -> Wrap:
                     'tail="pad", but '
                     f"it returned {lengths}"
                 )
-            values[weights] = as_writable(
+            values[weights] = to_writable_array(
                 np.frombuffer(memoryview(batch.row_weights()), np.float32)
             )
         return values

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from farandole.data.arrow import pa, pc
 from farandole.data.inputs.number_conversion import to_batch_numbers
+from farandole.data.lazy_pyarrow import pa, pc
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -7,15 +7,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from farandole._native.reader import Dataset, partition_values
-from farandole.data.inputs.files import (
+from farandole.data.inputs.directory_partitions import common_directory
+from farandole.data.inputs.file_discovery import (
     FilesBelowDirectory,
     find_files,
     is_file_path,
     is_glob_pattern,
     is_prepared_directory,
 )
-from farandole.data.inputs.partitions import common_directory
-from farandole.data.inputs.tables import find_table
+from farandole.data.inputs.tables import open_if_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ def open_dataset(
             data, which opens as one directory only.
         OSError: Files that cannot be read, or a preparation that has not ended.
     """
-    table = find_table(paths)
+    table = open_if_table(paths)
     if table is not None:
         refuse_types_for_table(table, types)
         return table.open_dataset()

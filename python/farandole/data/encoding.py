@@ -15,15 +15,15 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
-from farandole.data.arrow import decode_dictionary, is_text_type, pa, pc
+from farandole.data.lazy_pyarrow import decode_dictionary, is_text_type, pa, pc
 from farandole.data.loader_arguments import fill_argument_by_column
-from farandole.data.ragged import Ragged
+from farandole.data.ragged import RaggedColumn
 from farandole.stores import small_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from farandole.data.splits import HeldOutRule
+    from farandole.data.validation_splits import HeldOutRule
 
 VALIDATION_FLAG_COLUMN = "__validation"
 """Column that gives the native writer the side of each row."""
@@ -74,7 +74,7 @@ class ColumnEncoding:
     """The validation rows, if not chosen by a share or a column alone. It is not kept with the
     data.
     """
-    ragged: Mapping[str, Ragged] = field(default_factory=dict)
+    ragged: Mapping[str, RaggedColumn] = field(default_factory=dict)
     """The storage and padding of lists of different lengths."""
 
     @classmethod
@@ -93,8 +93,12 @@ class ColumnEncoding:
             learned: Word of each learned value, by column.
             ragged: Padding of lists of different lengths, by column.
         """
-        lists = {name: Ragged.from_value(one) for name, one in (ragged or {}).items()}
-        return cls(categories or {}, fill_argument_by_column(fill), learned=learned or {}, ragged=lists)
+        lists = {
+            name: RaggedColumn.from_fields_or_instance(one) for name, one in (ragged or {}).items()
+        }
+        return cls(
+            categories or {}, fill_argument_by_column(fill), learned=learned or {}, ragged=lists
+        )
 
     def to_json(self) -> str:
         """Returns the encoding as text for a file."""
@@ -121,7 +125,7 @@ class ColumnEncoding:
         values_by_name = small_files.parse_json(text, source_name)
         with small_files.raise_as_damaged_file(source_name):
             ragged = {
-                name: Ragged.from_value(layout)
+                name: RaggedColumn.from_fields_or_instance(layout)
                 for name, layout in values_by_name.get("ragged", {}).items()
             }
             return cls(

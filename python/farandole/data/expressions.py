@@ -7,7 +7,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from farandole.data.arrow import pa
+from farandole.data.lazy_pyarrow import pa
 
 _BATCH_TABLE_NAME = "batch"
 _THREAD_LOCALS = threading.local()

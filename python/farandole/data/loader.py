@@ -18,24 +18,28 @@ from farandole.common.logs import start_logging_for_urls
 from farandole.data.arrays import (
     VARIABLE_WIDTH_DTYPES,
     make_batch_converter,
-    to_nested_column,
     make_result_converter,
+    to_nested_column,
 )
+from farandole.data.batch_transform import BatchTransform
 from farandole.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader, close_iterator
+from farandole.data.data_memory_budget import choose_cache_directory, default_byte_budget
 from farandole.data.datasets import open_parquet, refuse_types_for_table
-from farandole.data.inputs.tables import find_table, is_table, open_table
-from farandole.data.learning import read_encoding
-from farandole.data.loader_arguments import numeric_fill_by_column, native_reader_types
-from farandole.data.memory import cache_directory, default_byte_budget
+from farandole.data.encoding_learning import read_encoding
+from farandole.data.inputs.tables import is_table, open_if_table, open_table
+from farandole.data.loader_arguments import native_reader_types, numeric_fill_by_column
 from farandole.data.row_assignment import RowAssignment, RowPiece, UnassignedRows
-from farandole.data.skipped_columns import with_column_advice, is_unreadable_column, warn_of_skipped_columns
-from farandole.data.transform import BatchTransform
+from farandole.data.skipped_columns import (
+    is_unreadable_column,
+    warn_of_skipped_columns,
+    with_column_advice,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
     from farandole.data.inputs.table_snapshot import TableSnapshot
-    from farandole.data.ragged import Ragged
+    from farandole.data.ragged import RaggedColumn
 
 WEIGHTS_KEY = "_weights"
 """Key of the rows' weights in a batch, with `tail="pad"`."""
@@ -142,7 +146,7 @@ class ParquetLoader(BaseDataLoader):
         if isinstance(columns, str):
             raise ValueError(f"columns must be a list of names: {columns!r}")
         self._given = rank, size
-        self.rank, self.size = rank_and_size(rank, size)
+        self.rank, self.size = resolve_rank_and_size(rank, size)
         self.batch_size, self.seed = (
             _whole_number("batch_size", batch_size, 1),
             _whole_number("seed", seed),
@@ -176,7 +180,7 @@ class ParquetLoader(BaseDataLoader):
         elif not isinstance(path_or_dataset, Dataset):
             self._paths = _resolve_paths_and_options(path_or_dataset, storage_options)
             start_logging_for_urls([self._paths] if isinstance(self._paths, str) else self._paths)
-            self._table = find_table(self._paths)
+            self._table = open_if_table(self._paths)
         if self._table is not None:
             refuse_types_for_table(self._table, types)
         self._open_dataset(
@@ -189,7 +193,7 @@ class ParquetLoader(BaseDataLoader):
         """Returns the source of the rows, for messages."""
         return self.dataset.url
 
-    def _stored_ragged_columns(self) -> dict[str, Ragged]:
+    def _stored_ragged_columns(self) -> dict[str, RaggedColumn]:
         """Returns the columns of lists of different lengths, as they are stored."""
         encoding = read_encoding(self.dataset.url) if self.dataset.is_prepared else None
         return {} if encoding is None else dict(encoding.ragged)
@@ -264,7 +268,7 @@ class ParquetLoader(BaseDataLoader):
                 if not layout.nested
             }
             or None,
-            cache=cache_directory(self.dataset, self._columns) if self._cached else None,
+            cache=choose_cache_directory(self.dataset, self._columns) if self._cached else None,
         )
 
     @property
@@ -438,7 +442,7 @@ class ParquetLoader(BaseDataLoader):
         The next iteration continues after the last batch that was handed out. For elastic jobs: a
         `State` that has the loader calls it.
         """
-        self.rank, self.size = rank_and_size(*self._given)
+        self.rank, self.size = resolve_rank_and_size(*self._given)
         self._reader = self._make_reader(self.rank, self.size)
         self._set_start_position(*self._consumed_at)
 
@@ -460,7 +464,7 @@ class ParquetLoader(BaseDataLoader):
 
     def _read_assigned_pieces(self, turns: RowAssignment) -> Iterator[dict[str, Any]]:
         """Reads like `_iterate`, piece by piece, as the row assignment determines."""
-        epoch = turns.begin_epoch()
+        epoch = turns.advance_to_next_epoch()
         batches: Iterator[dict[str, Any]] = iter(())
         goes_on: RowPiece | None = None
         try:
@@ -581,7 +585,7 @@ class ParquetLoader(BaseDataLoader):
             if k not in ("dataset", "_reader", "_fields", "_convert", "_wrap")
         }
         url = self.dataset.url
-        from farandole.stores.options import StorageOptions  # noqa: PLC0415 - loaded with fsspec
+        from farandole.stores.store_options import StorageOptions  # noqa: PLC0415 - loaded with fsspec
 
         source = (url, self.dataset.fingerprint, StorageOptions.for_url(url))
         return {**attributes, "_source": source}
@@ -600,15 +604,15 @@ def _resolve_paths_and_options(
     storage_options: Mapping[str, Any] | None,
 ) -> str | list[str]:
     """Returns full paths, and applies the options of their stores."""
-    from farandole.stores import options  # noqa: PLC0415 - loaded with fsspec
+    from farandole.stores import store_options  # noqa: PLC0415 - loaded with fsspec
 
     is_single = isinstance(given, str | os.PathLike)
     urls = tuple(full_path(os.fspath(path)) for path in ((given,) if is_single else given))
     if storage_options:
-        options.StorageOptions(urls, storage_options).apply()
+        store_options.StorageOptions(urls, storage_options).apply_to_process()
     else:
         for url in urls:
-            options.apply_store_options(url)
+            store_options.apply_store_options(url)
     return urls[0] if is_single else list(urls)
 
 
@@ -638,7 +642,7 @@ def _parse_piece(values: Any) -> RowPiece:
     return piece
 
 
-def rank_and_size(rank: int | None, size: int | None) -> tuple[int, int]:
+def resolve_rank_and_size(rank: int | None, size: int | None) -> tuple[int, int]:
     """Returns the given rank and size, or for `None` the value of the running job, of Farandole or
     else of `torch.distributed`.
     """

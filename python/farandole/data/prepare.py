@@ -22,21 +22,21 @@ from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from farandole._native import prepare as native
 from farandole.data import prepared_directories
-from farandole.data.batch_counters import accumulate_over_source
 from farandole.data.columns import ColumnRoles, PreparedColumn, check_columns_present
 from farandole.data.encoding import columns_of_features
-from farandole.data.inputs.sources import RowSource, SourceUnit, open_source
-from farandole.data.inputs.sql import query_source
-from farandole.data.learning import (
+from farandole.data.encoding_learning import (
     EncodingSpec,
     learn_encoding,
     needs_encoding,
     read_encoding,
     write_encoding,
 )
+from farandole.data.inputs.sources import RowSource, SourceUnit, open_source
+from farandole.data.inputs.sql import query_source
 from farandole.data.loader_arguments import fill_argument_by_column
-from farandole.data.splits import resolve_validation_split
 from farandole.data.statistics import Statistics, load_or_compute_statistics
+from farandole.data.statistics_passes import accumulate_over_source
+from farandole.data.validation_splits import resolve_validation_split
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from farandole.data.encoding import ColumnEncoding
-    from farandole.data.ragged import Nested, Pad, Ragged
+    from farandole.data.ragged import Nested, Pad, RaggedColumn
     from farandole.stores.store import AbstractFilesystemStore
 
 PARTITION_TARGET_BYTES = 128 << 20
@@ -94,7 +94,7 @@ class PreparedData:
         return {} if self.encoding is None else dict(self.encoding.fill)
 
     @property
-    def ragged(self) -> dict[str, Ragged]:
+    def ragged(self) -> dict[str, RaggedColumn]:
         """The padding of lists of different lengths, by column."""
         return {} if self.encoding is None else dict(self.encoding.ragged)
 
@@ -297,7 +297,9 @@ def native_writer_spec(
     }
 
 
-def nonempty_split(parts: Sequence[bytes], spec: Mapping[str, Any]) -> dict[str, Any] | None:
+def adjust_split_to_nonempty(
+    parts: Sequence[bytes], spec: Mapping[str, Any]
+) -> dict[str, Any] | None:
     """Returns a split that gives each side at least one row, if a share of few rows has left one
     side empty.
 
@@ -387,7 +389,9 @@ def prepare_source(
     else:
         key = prepared_data_key(kind, encoding_spec, _FORMAT_VERSION, source.fingerprint, spec)
         directory = (
-            prepared_directories.hold_complete_directory(store, key, validates=validates) if reuse else None
+            prepared_directories.hold_complete_directory(store, key, validates=validates)
+            if reuse
+            else None
         )
         if directory is not None:
             return read_prepared_manifests(directory, validates=validates, reused=True)
@@ -465,19 +469,19 @@ def write_prepared_data(
             **encoding.native_split_arguments,
         }
     validates = spec["validation"] is not None
-    directory, begun = prepared_directories.acquire_directory_to_prepare(
+    directory, begun = prepared_directories.acquire_resumable_or_emptied_directory(
         store, key, resumable=resumable, replace=replace
     )
     val_url = directory.val_url if validates else None
     text = json.dumps({**spec, "train": directory.train_url, "val": val_url, "fingerprint": key})
-    let_go = directory.delete_if_held if resumable else directory.discard_data
+    let_go = directory.delete_if_held if resumable else directory.release_and_delete_data
     try:
         if begun:
             directory.load_finished_partitions(text, store.prefix_path, sources)
         write_encoding(directory, encoding, validates=validates)
         found = len(directory.finished_partitions)
         parts = write_partitions(directory, text)
-        other = nonempty_split(parts, spec)
+        other = adjust_split_to_nonempty(parts, spec)
         if other is not None and may_write_again:
             text = json.dumps({**json.loads(text), "validation": other})
             directory.finished_partitions.clear()
@@ -485,9 +489,9 @@ def write_prepared_data(
         directory.renew_if_held()
         directory.check_lease()
         committed = json.loads(native.commit_partitions(store.prefix_path, text, parts))
-        directory.mark_complete()
+        directory.finish_preparation()
     except ValueError:
-        directory.discard_data()
+        directory.release_and_delete_data()
         raise
     except OSError:
         let_go()  # the store may be back, or have room, next time

@@ -60,7 +60,7 @@ class PreparedDirectory(LeaseFile):
         self.finished_partitions: dict[int, bytes] = {}
         self.last_partitions: set[int] = set()
 
-    def begin_preparation(self, key: str) -> None:
+    def empty_and_mark_directory(self, key: str) -> None:
         """Empties the directory and marks it with the key of the new preparation.
 
         Args:
@@ -119,7 +119,7 @@ class PreparedDirectory(LeaseFile):
         for url in (self.train_url, self.val_url):
             NativeStore(url).remove_partial_uploads()
 
-    def mark_complete(self) -> None:
+    def finish_preparation(self) -> None:
         """Marks the data as complete, and downgrades the lease to a shared use.
 
         Raises:
@@ -133,7 +133,7 @@ class PreparedDirectory(LeaseFile):
             if name.startswith(_FINISHED_PARTITION_PREFIX):
                 train.delete(name)
 
-    def discard_data(self) -> None:
+    def release_and_delete_data(self) -> None:
         """Lets go of the place and deletes everything in it, unless the lease is gone."""
         with self._file_lock:
             if self._give_up_holding():
@@ -202,7 +202,7 @@ def hold_complete_directory(
     return None
 
 
-def acquire_directory_to_prepare(
+def acquire_resumable_or_emptied_directory(
     store: AbstractFilesystemStore, key: str, *, resumable: bool, replace: bool = False
 ) -> tuple[PreparedDirectory, bool]:
     """Acquires a prepared directory for this process alone.
@@ -231,7 +231,7 @@ def acquire_directory_to_prepare(
         is_reusable = partial(_is_reusable_directory, store, index, key if replace else None)
         directory = _hold_if_suitable(store, index, train.acquire_lease, is_reusable)
         if directory is not None:
-            directory.begin_preparation(key)
+            directory.empty_and_mark_directory(key)
             return directory, False
     raise AssertionError("numbers do not end")
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from farandole.common.check import check_whole_number
-from farandole.data.arrow import is_list_type, pa, pc
+from farandole.common.argument_checks import check_whole_number
+from farandole.data.lazy_pyarrow import is_list_type, pa, pc
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -65,7 +65,7 @@ class Pad:
         if isinstance(self.value, bool) or not isinstance(self.value, Real):
             raise TypeError(f"value of a ragged column must be a number: {self.value!r}")
 
-    def known(self, dtype: str, longest: int) -> Ragged:
+    def known(self, dtype: str, longest: int) -> RaggedColumn:
         """Returns the column, once its rows were looked at.
 
         Args:
@@ -73,7 +73,7 @@ class Pad:
             longest: length of the longest row.
         """
         padded_length = self.max_length or longest
-        return Ragged(dtype, self.value, padded_length, min(self.buckets, padded_length))
+        return RaggedColumn(dtype, self.value, padded_length, min(self.buckets, padded_length))
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,10 @@ class Nested:
         """Refuses impossible values."""
         _check_whole_numbers(max_length=self.max_length)
 
-    def known(self, dtype: str, longest: int) -> Ragged:
+    def known(self, dtype: str, longest: int) -> RaggedColumn:
         """Like `Pad.known`."""
         padded_length = self.max_length or longest
-        return Ragged(dtype, 0, padded_length, padded_length, nested=True)
+        return RaggedColumn(dtype, 0, padded_length, padded_length, nested=True)
 
 
 def _check_whole_numbers(**numbers: Any) -> None:
@@ -116,11 +116,11 @@ class Jagged:
         return len(self.offsets) - 1
 
 
-def is_nested(value: Any) -> bool:
+def becomes_nested_tensor(value: Any) -> bool:
     """Returns whether a column becomes nested tensors.
 
     Args:
-        value: a `Pad`, `Nested` or `Ragged`, or the fields of one in a dict.
+        value: a `Pad`, `Nested` or `RaggedColumn`, or the fields of one in a dict.
     """
     nested = (
         value.get("nested", False)
@@ -140,7 +140,7 @@ def lengths_column_name(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Ragged:
+class RaggedColumn:
     """A ragged column with all its properties."""
 
     dtype: str
@@ -151,7 +151,7 @@ class Ragged:
     """Whether batches are nested tensors: without padding."""
 
     @classmethod
-    def from_value(cls, value: Any) -> Self:
+    def from_fields_or_instance(cls, value: Any) -> Self:
         """Returns an instance from the form of a file or of a caller.
 
         Args:
@@ -165,7 +165,10 @@ class Ragged:
         Args:
             longest: largest length of its rows.
         """
-        return min(self.max_length, max(1, -(-longest // self._padded_length_step)) * self._padded_length_step)
+        return min(
+            self.max_length,
+            max(1, -(-longest // self._padded_length_step)) * self._padded_length_step,
+        )
 
     @property
     def _padded_length_step(self) -> int:
@@ -212,7 +215,12 @@ class Ragged:
         Args:
             fixed: as in `padded`.
         """
-        return np.array(self.value, self.dtype).tobytes(), self.max_length, self._padded_length_step, fixed
+        return (
+            np.array(self.value, self.dtype).tobytes(),
+            self.max_length,
+            self._padded_length_step,
+            fixed,
+        )
 
     def read_padded(self, batch: Batch, name: str) -> Array:
         """Returns the padded rows of a batch of prepared data, (rows, length), in the memory of the

@@ -103,8 +103,8 @@ class RowAssignment:
 
     @classmethod
     def from_records(cls, records: Sequence[dict[str, Any] | None]) -> RowAssignment:
-        """Returns the state of a new rank, from the other ranks' records; call `adopt_agreed_records`
-        next.
+        """Returns the state of a new rank, from the other ranks' records; call
+        `adopt_agreed_records` next.
         """
         known = next(record for record in records if record is not None)
         return cls(known["total"], known["batch"], known["drops"], 0, len(records), known["place"])
@@ -132,7 +132,7 @@ class RowAssignment:
             [],
         )
 
-    def begin_epoch(self) -> int:
+    def advance_to_next_epoch(self) -> int:
         """Begins an iteration and returns its epoch."""
         if self.epoch != self.position.epoch:
             self.position = UnassignedRows(self.epoch, 0)
@@ -143,7 +143,11 @@ class RowAssignment:
         if self.pending_pieces and self.pending_pieces[0].epoch <= epoch:
             self.taken_pieces.append(self.pending_pieces.pop(0))
             return self.taken_pieces[-1]
-        if self.pending_pieces or self.position.epoch != epoch or not self._has_unassigned_rows(self.position):
+        if (
+            self.pending_pieces
+            or self.position.epoch != epoch
+            or not self._has_unassigned_rows(self.position)
+        ):
             return None
         self.position, dealt = self._assign_next_round(self.position, self.size)
         self.rounds += 1
@@ -163,7 +167,7 @@ class RowAssignment:
             + (remaining_rows // whole if self.drops else -(-remaining_rows // whole))
         )
 
-    def finish_step(self) -> None:
+    def commit_taken_pieces(self) -> None:
         """Counts the taken pieces: their step is finished, on this rank or on the rank whose state
         this rank has adopted.
         """
@@ -197,7 +201,7 @@ class RowAssignment:
 
     def to_record(self, finishes: bool = False) -> dict[str, Any]:
         """Returns the record for the other ranks; with `finishes`, the record describes the state
-        after `finish_step`, although the call is still to come.
+        after `commit_taken_pieces`, although the call is still to come.
         """
         rounds, dealt, hand = (
             (0, [], [])

@@ -13,12 +13,22 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from farandole._native.store import Store as NativeStore
-from farandole.data.arrow import decode_dictionary, is_list_type, is_number_type, is_text_type, pa
-from farandole.data.batch_counters import accumulate_on_executors, accumulate_over_source, alias_columns_by_number
 from farandole.data.column_accumulators import ExactMean, QuantileSketch, finite_numbers
 from farandole.data.columns import refuse_missing_columns
 from farandole.data.inputs.frames import is_spark_dataframe
 from farandole.data.inputs.sources import RowSource, open_source
+from farandole.data.lazy_pyarrow import (
+    decode_dictionary,
+    is_list_type,
+    is_number_type,
+    is_text_type,
+    pa,
+)
+from farandole.data.statistics_passes import (
+    accumulate_on_executors,
+    accumulate_over_source,
+    alias_columns_by_number,
+)
 from farandole.stores import small_files
 
 if TYPE_CHECKING:
@@ -106,7 +116,7 @@ class Statistics:
         Raises:
             ValueError: A column is missing, or has another kind of values.
         """
-        opened = _open_rows(source, reading)
+        opened = _open_source_unless_open(source, reading)
         allowed = set(optional) - set(_column_names(opened))
         before = {name: earlier for name, earlier in self.columns.items() if name not in allowed}
         found = _collect_statistics(opened, list(before), 2, before)
@@ -158,7 +168,7 @@ def statistics_of(
     Raises:
         ValueError: A column is missing.
     """
-    opened = _open_rows(source, reading)
+    opened = _open_source_unless_open(source, reading)
     found = _collect_statistics(opened, None if columns is None else list(columns), threads)
     return Statistics({name: tally.to_statistics() for name, tally in found.items()})
 
@@ -275,7 +285,8 @@ class _StatisticsCollector:
             # The largest number of its cell: the rows in the cell are then below the edge in any
             # other count, too.
             deciles = [
-                self.cells.least_cell_end_covering(bin_ / _DECILE_BINS) for bin_ in range(1, _DECILE_BINS)
+                self.cells.least_cell_end_covering(bin_ / _DECILE_BINS)
+                for bin_ in range(1, _DECILE_BINS)
             ]
             edges = sorted({earlier for earlier in deciles if earlier is not None})
             cells, rows = self.cells.sorted_numbers()
@@ -350,7 +361,7 @@ def _collect_statistics(
     return accumulate_on_executors(chosen, names, start, lambda frame: frame.collect()).columns
 
 
-def _open_rows(source: Any, reading: dict[str, Any]) -> Any:
+def _open_source_unless_open(source: Any, reading: dict[str, Any]) -> Any:
     """Returns a source that was opened, or a Spark DataFrame."""
     return (
         source

@@ -15,8 +15,8 @@ from farandole.common import basics
 from farandole.common.handles import member_ranks, row_count_of_this_rank
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.util import Average, Sum, resolve_op_argument
-from farandole.jax._call import run_now_or_in_jit, is_traced, shape_dtype_of
-from farandole.numpy.move import allgather_with_row_counts
+from farandole.jax._call import is_traced, run_now_or_in_jit, shape_dtype_of
+from farandole.numpy.data_movement import allgather_with_row_counts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -64,7 +64,9 @@ def grouped_allreduce(
         if op not in (Average, Sum):
             raise ValueError("only Average and Sum have a gradient")
         return tuple(
-            grouped_allreduce(grads, None, _gradient_operation_name(name), op, *factors, process_set)
+            grouped_allreduce(
+                grads, None, _gradient_operation_name(name), op, *factors, process_set
+            )
         )
 
     if not tensors:

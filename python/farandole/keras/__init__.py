@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from farandole._keras import Settings, distribute_optimizer
-from farandole._keras import values as _values
-from farandole._keras.surface import (
+from farandole._keras import GradientReductionSettings, distribute_optimizer
+from farandole._keras import value_collectives as _values
+from farandole._keras.shared_functions import (
     allgather,
     broadcast,
     broadcast_global_variables,
@@ -48,13 +48,13 @@ from farandole.common.basics import (
     shutdown,
     size,
 )
+from farandole.common.gradient_grouping import resolve_groups_argument
 from farandole.common.process_sets import (
     ProcessSet,
     add_process_set,
     global_process_set,
     remove_process_set,
 )
-from farandole.common.reduction import resolve_groups_argument
 from farandole.common.timeline import start_timeline, stop_timeline
 from farandole.common.util import Adasum, Average, Sum, resolve_op_argument
 
@@ -168,7 +168,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     Raises:
         ValueError: If arguments contradict each other.
     """
-    settings = Settings(
+    settings = GradientReductionSettings(
         name,
         device_dense,
         device_sparse,

@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from farandole.common import basics, scratch
+from farandole.common import basics, scratch_directories
 from farandole.common.elastic import leave, run_fn
 from farandole.common.exceptions import FarandoleInternalError
-from farandole.torch.elastic.copies import copy_state
 from farandole.torch.elastic.sampler import ElasticSampler
 from farandole.torch.elastic.state import TorchState
+from farandole.torch.elastic.state_copies import copy_state
 from farandole.torch.functions import broadcast_object
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class LightningState(TorchState):
         # The rest of an epoch has fewer batches than the next epoch, and Lightning counts them when
         # it loads.
         trainer.reload_dataloaders_every_n_epochs = 1
-        with scratch.temporary_directory() as folder:
+        with scratch_directories.temporary_directory() as folder:
             if self._checkpoint is not None:
                 path = folder / "state.ckpt"
                 torch.save(self._checkpoint, path)
@@ -156,7 +156,7 @@ class LightningState(TorchState):
         """Returns the samplers among the attributes."""
         return [value for value in vars(self).values() if isinstance(value, ElasticSampler)]
 
-    def has_done(self, trainer: Any, batches: int) -> None:
+    def note_finished_batch(self, trainer: Any, batches: int) -> None:
         """Takes note of a batch that was trained on, before a commit.
 
         Args:
@@ -166,7 +166,7 @@ class LightningState(TorchState):
         for sampler in self.samplers():
             sampler.record_batch(batches - 1, trainer.train_dataloader.batch_size)
 
-    def is_due(self, trainer: Any, batches: int) -> bool:
+    def is_commit_due(self, trainer: Any, batches: int) -> bool:
         """Returns whether a commit follows: where no gradients wait, and not after an epoch's last
         batch.
 
@@ -179,7 +179,7 @@ class LightningState(TorchState):
         due = batches % (self.every * trainer.accumulate_grad_batches) == 0
         return due and batches < trainer.num_training_batches
 
-    def has_ended(self, trainer: Any) -> None:
+    def note_finished_epoch(self, trainer: Any) -> None:
         """Takes note of the end of an epoch.
 
         Args:
@@ -237,14 +237,14 @@ class _CommitCallback:
         """Commits where it is time."""
         del module, outputs, batch
         done = batch_idx + 1
-        self._state.has_done(trainer, done)
-        if self._state.is_due(trainer, done):
+        self._state.note_finished_batch(trainer, done)
+        if self._state.is_commit_due(trainer, done):
             self._state.commit()
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         """Lets samplers begin the next epoch."""
         del module
-        self._state.has_ended(trainer)
+        self._state.note_finished_epoch(trainer)
 
 
 def _make_commit_callback(package: str, state: LightningState) -> Any:

@@ -160,7 +160,9 @@ def strategy_class(package: str) -> type[Any]:
     base: type[DDPStrategy] = import_module(f"{package}.strategies").DDPStrategy
     rank_zero = import_module(f"{package}.utilities.rank_zero").rank_zero_only
 
-    class FarandoleStrategy(_PlainValueBroadcast, _RefusesCpuSyncBatchNorm, _ExactIntegerMeans, base):
+    class FarandoleStrategy(
+        _PlainValueBroadcast, _RefusesCpuSyncBatchNorm, _ExactIntegerMeans, base
+    ):
         """Trains one model on all ranks of Farandole's world.
 
         Args:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import mxnet
 
+from farandole.common.gradient_grouping import predivide_factors
 from farandole.common.process_sets import ProcessSet, global_process_set
-from farandole.common.reduction import predivide_factors
 from farandole.common.util import Average, split_list
 from farandole.mxnet.compression import Compression, Compressor
 from farandole.mxnet.mpi_ops import broadcast_, grouped_allreduce, size

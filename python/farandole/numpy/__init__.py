@@ -56,15 +56,14 @@ from farandole.numpy._allreduce import (
     grouped_allreduce_async_,
 )
 from farandole.numpy._arrays import poll, synchronize
+from farandole.numpy._rank_synchronization import barrier, join
 from farandole.numpy._reducescatter import (
     grouped_reducescatter,
     grouped_reducescatter_async,
     reducescatter,
     reducescatter_async,
 )
-from farandole.numpy._world import barrier, join
-from farandole.numpy.functions import allgather_object, broadcast_object
-from farandole.numpy.move import (
+from farandole.numpy.data_movement import (
     allgather,
     allgather_async,
     alltoall,
@@ -76,6 +75,7 @@ from farandole.numpy.move import (
     grouped_allgather,
     grouped_allgather_async,
 )
+from farandole.numpy.functions import allgather_object, broadcast_object
 
 __all__ = [
     "Adasum",

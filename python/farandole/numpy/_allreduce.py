@@ -12,14 +12,14 @@ from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.util import resolve_op_argument
 from farandole.numpy._arrays import (
     Array,
-    to_engine_input,
-    to_engine_input_and_output,
-    copy_back,
+    copy_unless_same_memory,
     data_address,
     dtype_number,
-    require_in_place,
+    require_writable_array,
     synchronize,
     table,
+    to_engine_input,
+    to_engine_input_and_output,
 )
 
 if TYPE_CHECKING:
@@ -70,12 +70,12 @@ def _start_allreduce_in_place(
     once.
     """
     number = process_set_number(process_set)
-    array = require_in_place(value)
+    array = require_writable_array(value)
     work = to_engine_input(array)
     address = data_address(work)
     return table.submit_operation(
         work,
-        lambda _: copy_back(array, work),
+        lambda _: copy_unless_same_memory(array, work),
         engine.allreduce,
         table.operation_name("allreduce", name, process_set),
         dtype_number(work.dtype),
@@ -209,8 +209,11 @@ def _start_grouped_allreduce(
     number = process_set_number(process_set)
     if in_place:
         for value in values:
-            require_in_place(value)
-    pairs = [(to_engine_input(value),) * 2 if in_place else to_engine_input_and_output(value) for value in values]
+            require_writable_array(value)
+    pairs = [
+        (to_engine_input(value),) * 2 if in_place else to_engine_input_and_output(value)
+        for value in values
+    ]
     names = table.group_member_names("grouped_allreduce", name, len(pairs), process_set)
     members = [
         (own, dtype_number(source.dtype), source.shape, data_address(source), data_address(target))
@@ -220,7 +223,10 @@ def _start_grouped_allreduce(
     def collect_results(_: Any) -> list[Array]:
         if not in_place:
             return [target for _, target in pairs]
-        return [copy_back(value, target) for value, (_, target) in zip(values, pairs, strict=True)]
+        return [
+            copy_unless_same_memory(value, target)
+            for value, (_, target) in zip(values, pairs, strict=True)
+        ]
 
     return table.submit_operation(
         pairs, collect_results, engine.grouped_allreduce, members, op, *factors, number

@@ -73,8 +73,8 @@ def to_engine_input(value: ArrayLike) -> Array:
 
 
 def to_engine_input_and_output(value: ArrayLike) -> tuple[Array, Array]:
-    """Like `to_engine_input`, with memory for a result of the same shape and dtype, which may be the
-    private copy.
+    """Like `to_engine_input`, with memory for a result of the same shape and dtype, which may be
+    the private copy.
     """
     array = _check_array(value)
     if has_native_layout(array):
@@ -101,7 +101,7 @@ def has_native_layout(array: Array) -> bool:
     return flags.c_contiguous and flags.aligned and array.dtype.isnative
 
 
-def require_in_place(value: Any) -> Array:
+def require_writable_array(value: Any) -> Array:
     """Refuses values that an in-place operation cannot write to.
 
     Raises:
@@ -114,7 +114,7 @@ def require_in_place(value: Any) -> Array:
     return value
 
 
-def copy_back(target: Array, source: Array) -> Array:
+def copy_unless_same_memory(target: Array, source: Array) -> Array:
     """Moves a result to where it belongs, if the engine has not written it there; returns
     `target`.
     """

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from farandole.numpy.move import allgather_with_row_counts, broadcast_
+from farandole.numpy.data_movement import allgather_with_row_counts, broadcast_
 
 if TYPE_CHECKING:
     from farandole.common.process_sets import ProcessSet

@@ -12,7 +12,14 @@ from farandole._native import engine
 from farandole.common.handles import process_set_number, row_count_of_this_rank
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.util import Average, Sum
-from farandole.numpy._arrays import Array, to_engine_input, data_address, dtype_number, synchronize, table
+from farandole.numpy._arrays import (
+    Array,
+    data_address,
+    dtype_number,
+    synchronize,
+    table,
+    to_engine_input,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
 
-def _check_op(op: int) -> None:
+def _require_average_or_sum(op: int) -> None:
     """Refuses an op that the engine would refuse, before the operation uses up a number.
 
     Raises:
@@ -50,7 +57,7 @@ def _start_reducescatter(
     caller_waits: bool,
 ) -> int:
     number = process_set_number(process_set)
-    _check_op(op)
+    _require_average_or_sum(op)
     source, target = _input_and_own_rows(value, process_set)
     return table.submit_operation(
         (source, target),
@@ -146,7 +153,7 @@ def grouped_reducescatter_async(
     results.
     """
     number = process_set_number(process_set)
-    _check_op(op)
+    _require_average_or_sum(op)
     pairs = [_input_and_own_rows(tensor, process_set) for tensor in tensors]
     names = table.group_member_names("grouped_reducescatter", name, len(pairs), process_set)
     members = [

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from farandole._native.registrar import Registrar
     from farandole.runner.agent import WorkerSpec
     from farandole.runner.gang import JobOutput
-    from farandole.runner.outcome import TaskOutcome
+    from farandole.runner.worker_task_outcome import TaskOutcome
 
 DRIVER_ONLY_VARIABLES: Final = ("CUDA_VISIBLE_DEVICES", "RAY_ADDRESS")
 """Variables of the driver that are not valid for workers: Ray sets the variables of each worker in

@@ -8,7 +8,7 @@ import contextlib
 import os
 from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
-from farandole.common.check import make_minimum_check
+from farandole.common.argument_checks import make_minimum_check
 from farandole.ray.adapter import resolve_gpu_count
 from farandole.ray.agent_pool import (
     DRIVER_ONLY_VARIABLES,
@@ -17,19 +17,24 @@ from farandole.ray.agent_pool import (
     RayAgentPool,
     hold_minimum_resources,
 )
-from farandole.ray.drains import DrainedNodeDepartures
+from farandole.ray.node_drains import DrainedNodeDepartures
 from farandole.ray.results import actor_death_summary
 from farandole.ray.strategy import current_placement_group, hold_placement_group
 from farandole.ray.utils import import_ray, is_ray_client
-from farandole.runner import environment, outcome, timelines, warm_workers
+from farandole.runner import forwarded_variables, timelines, warm_workers, worker_task_outcome
 from farandole.runner.agent import WorkerSpec
-from farandole.runner.backend import Backend, given_size_bounds, given_elastic_limits, make_registrar
+from farandole.runner.backend import (
+    Backend,
+    given_elastic_limits,
+    given_size_bounds,
+    make_registrar,
+)
 from farandole.runner.elastic.driver_loop import run_elastic_job as conduct_elastic
 from farandole.runner.gang import GangAgents, pickle_payload, run_gang
-from farandole.runner.limits import start_timeout_seconds
-from farandole.runner.outcome import TaskOutcome
-from farandole.runner.show import training
+from farandole.runner.job_limits import start_timeout_seconds
+from farandole.runner.show import training_run_reports
 from farandole.runner.streams import OutputStreams
+from farandole.runner.worker_task_outcome import TaskOutcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -143,15 +148,17 @@ class RayBackend(Backend):
         size, limit = self._num_workers, start_timeout_seconds(self._start_timeout)
         packed = pickle_payload(fn, args, kwargs)
         output = self._streams.make_job_output(size)
-        taken, _ = environment.split_forwarded_variables(os.environ, self._pass_env, DRIVER_ONLY_VARIABLES)
-        training_run = training.current_run()
+        taken, _ = forwarded_variables.split_forwarded_variables(
+            os.environ, self._pass_env, DRIVER_ONLY_VARIABLES
+        )
+        training_run = training_run_reports.current_run()
         changes: dict[str, str | None] = {**taken, **self._env, **(env or {})}
-        changes |= training_run.worker_variables() | timelines.worker_variables()
+        changes |= training_run.worker_variables() | timelines.begin_timeline_collection()
         ray = import_ray()
         self.check()
         if not ray.is_initialized():
             ray.init()
-        warmth = warm_workers.choose_warm_workers(self._warm, by_default=True)
+        warmth = warm_workers.resolve_warm_worker_settings(self._warm, by_default=True)
         needs, group = ActorResources(self._cpus, self._gpus), None
         with contextlib.ExitStack() as held:
             if self._bounds:
@@ -197,9 +204,11 @@ class RayBackend(Backend):
                 "Ray actors to start",
                 training_run,
             )
-        return outcome.results_by_rank(endings, size)
+        return worker_task_outcome.results_by_rank(endings, size)
 
-    def _current_or_new_placement_group(self, output: JobOutput) -> contextlib.AbstractContextManager[Any]:
+    def _current_or_new_placement_group(
+        self, output: JobOutput
+    ) -> contextlib.AbstractContextManager[Any]:
         """Returns the placement group of a job of fixed size: the current one, or a new one."""
         group = current_placement_group()
         if group is not None:

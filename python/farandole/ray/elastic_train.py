@@ -16,7 +16,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from farandole.ray import membership
-from farandole.ray.drains import DrainedNodeDepartures
+from farandole.ray.node_drains import DrainedNodeDepartures
 from farandole.ray.utils import import_ray
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from farandole.ray.agent_pool import (
     hold_minimum_resources,
 )
 from farandole.ray.discovery import RayHostDiscovery, TestDiscovery
-from farandole.ray.drains import DrainedNodeDepartures
+from farandole.ray.node_drains import DrainedNodeDepartures
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -148,7 +148,7 @@ class ElasticAdapter(Adapter):
         """
         from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
         from farandole.common import logs  # noqa: PLC0415 - as above
-        from farandole.runner import environment  # noqa: PLC0415 - as above
+        from farandole.runner import forwarded_variables  # noqa: PLC0415 - as above
         from farandole.runner.agent import WorkerSpec  # noqa: PLC0415 - as above
         from farandole.runner.elastic.driver_loop import run_elastic_job  # noqa: PLC0415 - as above
         from farandole.runner.gang import JobOutput, pickle_payload  # noqa: PLC0415 - as above
@@ -158,7 +158,9 @@ class ElasticAdapter(Adapter):
         packed = pickle_payload(_with_world_join(fn) if callable(fn) else fn, args or (), kwargs)
         max_workers = self._max_workers()
         params = self.params
-        taken, _ = environment.split_forwarded_variables(os.environ, (), DRIVER_ONLY_VARIABLES)
+        taken, _ = forwarded_variables.split_forwarded_variables(
+            os.environ, (), DRIVER_ONLY_VARIABLES
+        )
         needs = ActorResources(
             params.cpus_per_worker,
             params.gpus_per_worker or 0,
@@ -193,7 +195,9 @@ class ElasticAdapter(Adapter):
                 elastic=True,
             )
             agent_pool = RayAgentPool(registrar, work, max_workers, needs, output, hosts)
-            return run_elastic_job(registrar, agent_pool, output, pass_to_callbacks, DrainedNodeDepartures())
+            return run_elastic_job(
+                registrar, agent_pool, output, pass_to_callbacks, DrainedNodeDepartures()
+            )
 
     def _max_workers(self) -> int:
         params = self.params

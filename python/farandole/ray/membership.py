@@ -33,7 +33,7 @@ def host_identity() -> str:
     return engine.shared_memory_identity()
 
 
-def host_registrar(size: int, one_host: bool) -> str:
+def run_world_registrar(size: int, one_host: bool) -> str:
     """Holds the registrar of a world; returns the ticket that lets ranks in."""
     from farandole._native import engine  # noqa: PLC0415 - as above
 
@@ -130,13 +130,16 @@ class _StandInAgent:
 
     def _run_agent(self, ticket: str, task: int) -> None:
         from farandole._native import launcher  # noqa: PLC0415 - starts its threads here
-        from farandole.common import scratch  # noqa: PLC0415 - as above
+        from farandole.common import scratch_directories  # noqa: PLC0415 - as above
 
-        with scratch.temporary_directory() as folder:
+        with scratch_directories.temporary_directory() as folder:
             path = str(folder / "status")
             os.mkfifo(path, 0o600)
             watch = threading.Thread(
-                target=self._await_stand_in_pipe, args=(path,), name="farandole-agent-pipe", daemon=True
+                target=self._await_stand_in_pipe,
+                args=(path,),
+                name="farandole-agent-pipe",
+                daemon=True,
             )
             watch.start()
             try:

@@ -88,7 +88,7 @@ class ResultWaiter:
                         limit = 0.0
         self._drain_records()
         if failures:
-            self._leave_world(pending)
+            self._leave_broken_world(pending)
             raise self._select_failure(failures)
         return ray.get(list(references))
 
@@ -96,7 +96,7 @@ class ResultWaiter:
         if self._queue is not None:
             drain_records(self._queue, self._callbacks)
 
-    def _leave_world(self, pending: Sequence[Any]) -> None:
+    def _leave_broken_world(self, pending: Sequence[Any]) -> None:
         """Makes the living workers leave the broken world, so that the next function forms a new
         world.
 

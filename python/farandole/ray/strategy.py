@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from farandole.ray.utils import import_ray, map_blocking
 from farandole.ray.worker import BaseHorovodWorker
-from farandole.runner.slots import MAX_SLOT_WAIT
+from farandole.runner.job_slot_queue import MAX_SLOT_WAIT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -136,13 +136,15 @@ class _StaticTrainBackend(Backend):
         del backend_config
         hosts = worker_group.execute(membership.host_identity)
         ticket = worker_group.execute_single(
-            0, membership.host_registrar, len(hosts), len(set(hosts)) == 1
+            0, membership.run_world_registrar, len(hosts), len(set(hosts)) == 1
         )
         started = [
             worker_group.execute_single_async(
                 rank, membership.assign_world_ticket, ticket, rank, variables
             )
-            for rank, variables in enumerate(placement_variables_by_rank(hosts, [[] for _ in hosts]))
+            for rank, variables in enumerate(
+                placement_variables_by_rank(hosts, [[] for _ in hosts])
+            )
         ]
         import_ray().get(started)
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from farandole.common.check import make_minimum_check
+from farandole.common.argument_checks import make_minimum_check
 from farandole.ray.adapter import resolve_gpu_count
 from farandole.ray.backend import RayBackend, SpareActors
-from farandole.ray.trial import LazilyUnpickledFunction, RankTuneSession, with_rank_session
+from farandole.ray.trial_ranks import LazilyUnpickledFunction, RankTuneSession, with_rank_session
 from farandole.ray.utils import import_ray
 from farandole.runner.gang import pickle_payload
-from farandole.tuning.records import parse_report
+from farandole.tuning.trial_reports import parse_search_report
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -84,7 +84,7 @@ def trainable(
         "env": env,
         "pass_env": tuple(pass_env),
         "start_timeout": start_timeout,
-        "warm": warm_workers.choose_warm_workers(warm, by_default=True) is not None,
+        "warm": warm_workers.resolve_warm_worker_settings(warm, by_default=True) is not None,
         "verbose": 0,
     }
 
@@ -92,7 +92,7 @@ def trainable(
         session = RankTuneSession.session_of_trial() if tune_session else None
 
         def handle_record(rank: int, record: dict[str, Any]) -> None:
-            found = parse_report(rank, record)
+            found = parse_search_report(rank, record)
             if found is not None:
                 step, metrics = found
                 tune.report({**metrics, "step": step})

@@ -131,9 +131,9 @@ def run(
     # loads pyspark.
     from farandole._native import hosts as native  # noqa: PLC0415 - `import farandole` stays light
     from farandole.runner import timelines  # noqa: PLC0415
-    from farandole.runner.elastic.job import ElasticBackend, ElasticRunOptions  # noqa: PLC0415
-    from farandole.runner.hosts import HostsBackend, SshOptions  # noqa: PLC0415
-    from farandole.runner.show.watched import record_run_for_viewer  # noqa: PLC0415
+    from farandole.runner.elastic.elastic_backend import ElasticBackend, ElasticRunOptions  # noqa: PLC0415
+    from farandole.runner.show.function_runs import record_run_for_viewer  # noqa: PLC0415
+    from farandole.runner.ssh_backend import HostsBackend, SshOptions  # noqa: PLC0415
 
     num_proc = _resolve_deprecated("np", np, "num_proc", num_proc)
     elastic = ElasticRunOptions(

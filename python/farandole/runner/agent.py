@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
 from farandole import _variables as variables
-from farandole.common import scratch
+from farandole.common import scratch_directories
 from farandole.runner import warm_workers
-from farandole.runner.outcome import TaskOutcome
+from farandole.runner.worker_task_outcome import TaskOutcome
 from farandole.stores import checkpoint_signatures, run_keys
 
 if TYPE_CHECKING:
@@ -115,13 +115,20 @@ def run_worker(
         if work.keys is False
         else run_keys.driver_keys_variable_value(work.ticket, reachable=work.keys is True)
     )
-    env = worker_environment_changes(work.env, resources or {}) | {run_keys.KEYS_AT_DRIVER_VARIABLE: asks}
+    env = worker_environment_changes(work.env, resources or {}) | {
+        run_keys.KEYS_AT_DRIVER_VARIABLE: asks
+    }
     command = [work.executable or sys.executable, "-m", "farandole.runner.worker"]
     if work.warm is not None and owner is not None:
         command = warm_workers.warm_worker_command(work.warm, command, env, owner)
-    with scratch.hold_scratch_directory() as folder:
+    with scratch_directories.hold_scratch_directory() as folder:
         return _run_agent_with_rejoins(
-            work, task, attempt, command, env | {scratch.SCRATCH_VARIABLE: str(folder)}, host
+            work,
+            task,
+            attempt,
+            command,
+            env | {scratch_directories.SCRATCH_VARIABLE: str(folder)},
+            host,
         )
 
 

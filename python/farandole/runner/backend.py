@@ -9,20 +9,20 @@ import os
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, TextIO
 
-from farandole.common.check import make_minimum_check
+from farandole.common.argument_checks import make_minimum_check
 from farandole.common.resource_limits import usable_cores
-from farandole.runner import outcome, timelines, warm_workers
+from farandole.runner import timelines, warm_workers, worker_task_outcome
 from farandole.runner.agent import WorkerSpec
 from farandole.runner.elastic.driver_loop import run_elastic_job as conduct_elastic
 from farandole.runner.gang import JobOutput, pickle_payload, run_gang
-from farandole.runner.limits import (
+from farandole.runner.job_limits import (
     elastic_timeout_seconds,
     elastic_worker_counts,
     start_timeout_seconds,
 )
+from farandole.runner.job_slot_queue import SlotQueue
 from farandole.runner.local import LocalAgentPool, LocalAgents
-from farandole.runner.show import training
-from farandole.runner.slots import SlotQueue
+from farandole.runner.show import training_run_reports
 from farandole.runner.streams import OutputStreams
 
 if TYPE_CHECKING:
@@ -177,9 +177,9 @@ class LocalBackend(Backend):
             changes.setdefault("OMP_NUM_THREADS", str(max(1, _core_count() // size)))
         packed = pickle_payload(fn, args, kwargs)
         output = self._streams.make_job_output(size)
-        training_run = training.current_run()
-        changes |= training_run.worker_variables() | timelines.worker_variables()
-        warmth = warm_workers.choose_warm_workers(self._warm, by_default=True)
+        training_run = training_run_reports.current_run()
+        changes |= training_run.worker_variables() | timelines.begin_timeline_collection()
+        warmth = warm_workers.resolve_warm_worker_settings(self._warm, by_default=True)
         with self._hold_cores(output) as limit:
             registrar, max_workers = make_registrar(
                 size, self._bounds, self._limits, limit, **self._registrar_listen_arguments()
@@ -213,7 +213,7 @@ class LocalBackend(Backend):
                 "workers to start",
                 training_run,
             )
-            return outcome.results_by_rank(endings, size)
+            return worker_task_outcome.results_by_rank(endings, size)
 
     @contextlib.contextmanager
     def _hold_cores(self, output: JobOutput) -> Iterator[float]:

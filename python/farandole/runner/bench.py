@@ -179,7 +179,8 @@ def measure_operation_at_size(operation: str, dtype: str, iterations: int, size:
     submit, real = make_submitter(operation, dtype, size, engine.world().size)
     warm = time_operations(submit, 3)
     count = iterations or min(
-        MAX_ITERATIONS, max(5, int(SECONDS_PER_SIZE / max(broadcast_from_rank_zero(min(warm)), 1e-6)))
+        MAX_ITERATIONS,
+        max(5, int(SECONDS_PER_SIZE / max(broadcast_from_rank_zero(min(warm)), 1e-6))),
     )
     engine.wait(engine.barrier("bench.start", GLOBAL_PROCESS_SET))
     times = sorted(time_operations(submit, count))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from farandole.runner import reports, timelines
+from farandole.runner import report_validation, timelines
 from farandole.runner.job_observer import EVENT_KIND, RANK_KIND
 from farandole.stores import run_keys
 
@@ -140,9 +140,11 @@ def dispatch_worker_record(
     if kind not in (RANK_KIND, EVENT_KIND, PROGRESS_KIND):
         return
     try:
-        report = reports.parse_report(data)
-    except reports.MalformedReportError as error:
-        reports.warn_dropped_report(f"task {task}" if rank is None else f"rank {rank}", error)
+        report = report_validation.parse_worker_report(data)
+    except report_validation.MalformedReportError as error:
+        report_validation.warn_dropped_report(
+            f"task {task}" if rank is None else f"rank {rank}", error
+        )
         return
     if kind == RANK_KIND:
         watcher.update_rank_facts(task, report)

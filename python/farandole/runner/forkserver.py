@@ -4,8 +4,8 @@
 `farandole.runner.warm_workers`.
 
 `python -m farandole.runner.forkserver <socket> <owner> <owner's start> <idle seconds> <module...>`
-returns when the server listens in the background. The server talks to `farandole.runner.proxy`, and
-only to processes of the same user:
+returns when the server listens in the background. The server talks to
+`farandole.runner.warm_worker_proxy`, and only to processes of the same user:
 
 - server: `r` if it can fork, anything else if it cannot;
 - proxy: length, descriptors, and `directory NUL names of pipes NUL name=value NUL ...`;
@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from farandole.common import scratch
+from farandole.common import scratch_directories
 from farandole.common.resource_limits import usable_cores
 from farandole.runner import worker
 from farandole.runner.warm_workers import process_start_ticks
@@ -127,7 +127,7 @@ def _boot_and_pid_namespace() -> str:
     """Returns the boot of the kernel and the namespace of the process ids that this process sees.
     The first namespace of each host has the same name.
     """
-    return f"{scratch.boot_id()}/{os.readlink('/proc/self/ns/pid')}"  # noqa: PTH115 - no path
+    return f"{scratch_directories.boot_id()}/{os.readlink('/proc/self/ns/pid')}"  # noqa: PTH115 - no path
 
 
 class ForkServer:
@@ -168,7 +168,11 @@ class ForkServer:
             self._handle_ready(poll, ready)
             if self._listener.fileno() in ready:
                 busy = time.monotonic()
-                if not self._register_forked_worker(poll) and self._have_imported_files_changed() and not self._children:
+                if (
+                    not self._register_forked_worker(poll)
+                    and self._have_imported_files_changed()
+                    and not self._children
+                ):
                     return None  # a fresh one does better
 
     def _handle_ready(self, poll: select.poll, ready: dict[int, int]) -> None:
@@ -176,7 +180,7 @@ class ForkServer:
             if child.pidfd in ready:
                 self._reap_worker(poll, child)
             elif child.stand_in.fileno() in ready:
-                self._handle_message(poll, child)
+                self._handle_stand_in_message(poll, child)
 
     def _register_forked_worker(self, poll: select.poll) -> bool:
         """Forks for the next stand-in; returns whether that was possible."""
@@ -238,7 +242,7 @@ class ForkServer:
         self._checked_at = time.monotonic()
         return any(_modification_time(path) != at for path, at in self._files.items())
 
-    def _handle_message(self, poll: select.poll, child: ForkedWorker) -> None:
+    def _handle_stand_in_message(self, poll: select.poll, child: ForkedWorker) -> None:
         try:
             word = child.stand_in.recv(1)
         except OSError:
@@ -286,7 +290,7 @@ def _warm_up_before_forks() -> None:
     if "numpy" in sys.modules:
         # NumPy loads the module at its first use: when a worker seeds its random numbers.
         importlib.import_module("numpy.random")
-    compiler = sys.modules.get("farandole.spark.torch.training.compiler")
+    compiler = sys.modules.get("farandole.spark.torch.training.deferred_compiler")
     if compiler is not None:
         # The first optimizer of every worker would import the compiler, which takes longer than
         # the import of torch.

@@ -22,15 +22,15 @@ from farandole.common import pickling
 from farandole.runner.errors import FarandoleJobError, signal_name
 from farandole.runner.event_handler import EventHandler
 from farandole.runner.job_observer import NULL_OBSERVER
-from farandole.runner.outcome import TaskOutcome, task_failure
 from farandole.runner.pickle_errors import describe_unpicklable
+from farandole.runner.worker_task_outcome import TaskOutcome, task_failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from farandole._native.registrar import Event, Registrar, Seat
     from farandole.runner.job_observer import JobObserver
-    from farandole.runner.rank_files import RankFiles
+    from farandole.runner.rank_files import RankOutputFiles
 
 _EVENT_WAIT_SECONDS = 0.25
 _ROW_WAIT_SECONDS = 0.02
@@ -103,7 +103,7 @@ class JobOutput:
     timestamp: bool = False
     verbose: int = 1
     written: set[str | None] = field(default_factory=set)
-    files: RankFiles | None = None
+    files: RankOutputFiles | None = None
 
     def __post_init__(self) -> None:
         """Refuses what cannot be written to, before anything starts."""
@@ -480,8 +480,10 @@ class _GangRun(EventHandler):
     def end_gang(self, reason: str) -> None:
         """Kills the workers, then the tasks that run the agents, and waits until both are gone."""
         self.registrar.abort(reason)
-        self.wait_until(_GRACE_AFTER_ABORT, self.have_workers_ended)
-        self.wait_until(_GRACE_FOR_ROWS if self.seen.registered else 0.0, self.agents.all_ended)
+        self.handle_events_until(_GRACE_AFTER_ABORT, self.have_workers_ended)
+        self.handle_events_until(
+            _GRACE_FOR_ROWS if self.seen.registered else 0.0, self.agents.all_ended
+        )
         self.cancel_agents()
 
     def cancel_agents(self) -> None:
@@ -490,12 +492,12 @@ class _GangRun(EventHandler):
         while not self.agents.all_ended() and time.monotonic() < deadline:
             with contextlib.suppress(Exception):  # a session that is gone has no jobs
                 self.agents.cancel_agents()
-            self.wait_until(0.5, self.agents.all_ended)
+            self.handle_events_until(0.5, self.agents.all_ended)
 
     def have_workers_ended(self) -> bool:
         return not self.seen.assigned or len(self.seen.ended) >= self.size
 
-    def wait_until(self, limit: float, done: Callable[[], bool]) -> None:
+    def handle_events_until(self, limit: float, done: Callable[[], bool]) -> None:
         deadline = time.monotonic() + limit
         while not done() and time.monotonic() < deadline:
             for event in self.registrar.events(0.05):

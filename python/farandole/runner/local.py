@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from farandole.runner.agent import WorkerSpec
-    from farandole.runner.outcome import TaskOutcome
+    from farandole.runner.worker_task_outcome import TaskOutcome
 
 
 class LocalAgents(GangAgents):

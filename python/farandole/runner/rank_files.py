@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-class RankFiles:
+class RankOutputFiles:
     """The files of one job; `N` has as many digits as the highest rank.
 
     Args:

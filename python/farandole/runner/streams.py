@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from farandole.runner.gang import JobOutput
-from farandole.runner.rank_files import RankFiles
+from farandole.runner.rank_files import RankOutputFiles
 
 if TYPE_CHECKING:
     import os
@@ -48,5 +48,5 @@ class OutputStreams:
             self.stdout or sys.stdout, self.stderr or sys.stderr, self.timestamp, self.verbose
         )
         if self.folder is not None:
-            made.files = RankFiles(Path(self.folder), size)
+            made.files = RankOutputFiles(Path(self.folder), size)
         return made

@@ -142,7 +142,7 @@ class TimelineCollector:
                 self._announce_trace(f"{directory}/{TRACE_FILE}")
         self._run_messages = lines
 
-    def finish_trace(self) -> list[str]:
+    def write_trace_file(self) -> list[str]:
         """Writes the trace to its file.
 
         Returns:
@@ -219,12 +219,12 @@ def collect_timelines(
         yield gathering
     finally:
         _CURRENT_COLLECTOR.reset(token)
-        for line in gathering.finish_trace():
+        for line in gathering.write_trace_file():
             sys.stderr.write(f"farandole: {line}\n")
         sys.stderr.flush()
 
 
-def worker_variables() -> dict[str, str | None]:
+def begin_timeline_collection() -> dict[str, str | None]:
     """Returns variables for the workers of a new job, with which their agents send timelines."""
     gathering = _CURRENT_COLLECTOR.get()
     if gathering is None:

@@ -4,9 +4,10 @@
 
 A short job spends most of its time in `import torch`, once per worker. A fork server
 (`farandole.runner.forkserver`) imports it once for all workers of its owner (an executor or a
-driver) and forks each of them in milliseconds. The agent starts a proxy (`farandole.runner.proxy`),
-which passes its pipes and its environment to the server and ends like the worker. If there is no
-server, or the server declines, the proxy becomes the worker itself.
+driver) and forks each of them in milliseconds. The agent starts a proxy
+(`farandole.runner.warm_worker_proxy`), which passes its pipes and its environment to the server and
+ends like the worker. If there is no server, or the server declines, the proxy becomes the worker
+itself.
 
 A server serves one owner, one environment and one state of the installed packages. The name of its
 socket is their digest. It ends with its owner, and after a time without work.
@@ -28,7 +29,7 @@ from farandole import _variables as variables
 from farandole._native.launcher import ALLOCATOR
 from farandole._native.settings import read_setting
 from farandole.common.notebook import in_notebook
-from farandole.common.scratch import boot_id, private_user_directory
+from farandole.common.scratch_directories import boot_id, private_user_directory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -69,7 +70,7 @@ class WarmWorkerSettings:
     idle: float = _IDLE_SECONDS
 
 
-def choose_warm_workers(asked: bool | None, by_default: bool) -> WarmWorkerSettings | None:
+def resolve_warm_worker_settings(asked: bool | None, by_default: bool) -> WarmWorkerSettings | None:
     """Returns the settings of a job's warm workers, or `None` if its workers are not warm.
 
     Only if the driver has imported torch, its workers will import torch: others gain nothing.
@@ -189,7 +190,9 @@ def is_called_by_parameter_search() -> bool:
     return False
 
 
-def _server_digest(warm: WarmWorkerSettings, interpreter: str, env: Mapping[str, str], owner: int) -> str:
+def _server_digest(
+    warm: WarmWorkerSettings, interpreter: str, env: Mapping[str, str], owner: int
+) -> str:
     roots = [
         part or str(Path.cwd()) for part in env.get("PYTHONPATH", "").split(os.pathsep)
     ] + sys.path
@@ -239,7 +242,11 @@ def _modification_time_or_none(path: str | Path) -> int | None:
 
 
 def _start_server(
-    warm: WarmWorkerSettings, interpreter: str, env: Mapping[str, str], owner: int, socket_path: Path
+    warm: WarmWorkerSettings,
+    interpreter: str,
+    env: Mapping[str, str],
+    owner: int,
+    socket_path: Path,
 ) -> None:
     """Starts a server and returns when it listens; if several start at once, one stays."""
     arguments = [

@@ -51,9 +51,9 @@ def main() -> int:
 
         launcher.report_record(EXECUTOR_VARIABLE, os.environ[EXECUTOR_VARIABLE].encode())
     if REPORTS_VARIABLE in os.environ:
-        from farandole.runner import load  # noqa: PLC0415 - as above
+        from farandole.runner import load_reports  # noqa: PLC0415 - as above
 
-        load.start_rank_reports()
+        load_reports.start_rank_reports()
     status, record = _call_function(packed)
     del packed
     try:

@@ -37,17 +37,25 @@ _TASK_NODE: Final = "task.maxTaskAttemptsPerNode"
 _APP_TASKS: Final = "application.maxFailedTasksPerExecutor"
 _APP_EXECUTORS: Final = "application.maxFailedExecutorsPerNode"
 
-SPARK_CONF_REUSE_FAILED_EXECUTOR: Final = _executor_exclusion_setting(_STAGE_TASKS, SPARK_CONF_MAX_INT)
+SPARK_CONF_REUSE_FAILED_EXECUTOR: Final = _executor_exclusion_setting(
+    _STAGE_TASKS, SPARK_CONF_MAX_INT
+)
 SPARK_CONF_DONT_REUSE_FAILED_EXECUTOR: Final = _executor_exclusion_setting(_STAGE_TASKS, "1")
 
-SPARK_CONF_REUSE_FAILING_NODE: Final = _executor_exclusion_setting(_STAGE_EXECUTORS, SPARK_CONF_MAX_INT_MINUS_ONE)
+SPARK_CONF_REUSE_FAILING_NODE: Final = _executor_exclusion_setting(
+    _STAGE_EXECUTORS, SPARK_CONF_MAX_INT_MINUS_ONE
+)
 SPARK_CONF_DONT_REUSE_FAILING_NODE: Final = _executor_exclusion_setting(_STAGE_EXECUTORS, "1")
 
 SPARK_CONF_REUSE_EXECUTOR_ALWAYS_FOR_SAME_TASK: Final = _executor_exclusion_setting(
     _TASK_EXECUTOR, SPARK_CONF_MAX_INT
 )
-SPARK_CONF_REUSE_EXECUTOR_ONCE_FOR_SAME_TASK: Final = _executor_exclusion_setting(_TASK_EXECUTOR, "2")
-SPARK_CONF_DONT_REUSE_EXECUTOR_FOR_SAME_TASK: Final = _executor_exclusion_setting(_TASK_EXECUTOR, "1")
+SPARK_CONF_REUSE_EXECUTOR_ONCE_FOR_SAME_TASK: Final = _executor_exclusion_setting(
+    _TASK_EXECUTOR, "2"
+)
+SPARK_CONF_DONT_REUSE_EXECUTOR_FOR_SAME_TASK: Final = _executor_exclusion_setting(
+    _TASK_EXECUTOR, "1"
+)
 
 SPARK_CONF_REUSE_NODE_ALWAYS_FOR_SAME_TASK: Final = _executor_exclusion_setting(
     _TASK_NODE, SPARK_CONF_MAX_INT_MINUS_ONE
@@ -55,10 +63,14 @@ SPARK_CONF_REUSE_NODE_ALWAYS_FOR_SAME_TASK: Final = _executor_exclusion_setting(
 SPARK_CONF_REUSE_NODE_ONCE_FOR_SAME_TASK: Final = _executor_exclusion_setting(_TASK_NODE, "2")
 SPARK_CONF_DONT_REUSE_NODE_FOR_SAME_TASK: Final = _executor_exclusion_setting(_TASK_NODE, "1")
 
-SPARK_CONF_REUSE_FAILED_EXECUTOR_IN_APP: Final = _executor_exclusion_setting(_APP_TASKS, SPARK_CONF_MAX_INT)
+SPARK_CONF_REUSE_FAILED_EXECUTOR_IN_APP: Final = _executor_exclusion_setting(
+    _APP_TASKS, SPARK_CONF_MAX_INT
+)
 SPARK_CONF_DONT_REUSE_FAILED_EXECUTOR_IN_APP: Final = _executor_exclusion_setting(_APP_TASKS, "1")
 
-SPARK_CONF_REUSE_FAILING_NODE_IN_APP: Final = _executor_exclusion_setting(_APP_EXECUTORS, SPARK_CONF_MAX_INT)
+SPARK_CONF_REUSE_FAILING_NODE_IN_APP: Final = _executor_exclusion_setting(
+    _APP_EXECUTORS, SPARK_CONF_MAX_INT
+)
 SPARK_CONF_DONT_REUSE_FAILING_NODE_IN_APP: Final = _executor_exclusion_setting(_APP_EXECUTORS, "1")
 
 _DEFAULT_SETTINGS: Final = {

@@ -12,26 +12,26 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from farandole import _variables as variables
 from farandole._native.settings import read_setting
-from farandole.common.check import make_minimum_check
-from farandole.runner import outcome, timelines, warm_workers
+from farandole.common.argument_checks import make_minimum_check
+from farandole.runner import timelines, warm_workers, worker_task_outcome
 from farandole.runner.agent import WorkerSpec
 from farandole.runner.elastic import driver_loop as elastic
 from farandole.runner.errors import FarandoleJobError
 from farandole.runner.gang import JobOutput, pickle_payload, run_gang
-from farandole.runner.limits import (
+from farandole.runner.job_limits import (
     elastic_timeout_seconds,
     elastic_worker_counts,
     spark_start_timeout_seconds,
 )
-from farandole.runner.show.training import TrainingRun, report_run
-from farandole.runner.show.watched import record_run_for_viewer
+from farandole.runner.show.function_runs import record_run_for_viewer
+from farandole.runner.show.training_run_reports import TrainingRun, report_run
 from farandole.spark.job import connect_artifacts
 from farandole.spark.job.agents import BARRIER_REJOIN_SECONDS, SparkAgents
+from farandole.spark.job.application_slot_queues import slot_queue
 from farandole.spark.job.decommission import ExecutorDecommissions
-from farandole.spark.job.elastic import SparkAgentPool
+from farandole.spark.job.elastic_agents import SparkAgentPool
 from farandole.spark.job.executor_loss import ExecutorLossReasons
-from farandole.spark.job.queue import slot_queue
-from farandole.spark.job.session import SparkSessionAdapter
+from farandole.spark.job.session_adapter import SparkSessionAdapter
 from farandole.spark.job.spill import JobSpillDirectory
 from farandole.spark.job.task_rendezvous import TaskRendezvous
 from farandole.spark.shim import SparkPlugin
@@ -151,7 +151,9 @@ def run(  # noqa: D417 - the ignored ones are named in one line
         )
     with (
         timelines.collect_timelines(timeline),
-        record_run_for_viewer(ui, fn, num_proc, "run", SparkPlugin.from_active_context(), writes_output=True),
+        record_run_for_viewer(
+            ui, fn, num_proc, "run", SparkPlugin.from_active_context(), writes_output=True
+        ),
     ):
         cluster = SparkSessionAdapter.from_active_session()
         size = (
@@ -164,7 +166,7 @@ def run(  # noqa: D417 - the ignored ones are named in one line
             cluster.check_profile_support()
         spark_start_timeout_seconds(start_timeout)
         output = JobOutput(stdout, stderr, prefix_output_with_timestamp, verbose)
-        warmth = warm_workers.choose_warm_workers(warm, by_default=False)
+        warmth = warm_workers.resolve_warm_worker_settings(warm, by_default=False)
         spill = None if store is None else JobSpillDirectory.create_in_store(store)
         job = _SparkJob(cluster, output, pickle_payload(fn, args, kwargs), spill, env, executable)
 
@@ -195,7 +197,7 @@ def run(  # noqa: D417 - the ignored ones are named in one line
                     "Spark tasks to start",
                     training,
                 )
-                found = outcome.results_by_rank(endings, size)
+                found = worker_task_outcome.results_by_rank(endings, size)
             return job.load_results(found)
 
 
@@ -393,10 +395,16 @@ class _SparkJob:
             _inherited_variables()
             | training.worker_variables()
             | dict(self.env or {})
-            | timelines.worker_variables()
+            | timelines.begin_timeline_collection()
         )
         return WorkerSpec(
-            ticket, packed, changes, self.executable, self.output.streams_worker_lines, limit, **more
+            ticket,
+            packed,
+            changes,
+            self.executable,
+            self.output.streams_worker_lines,
+            limit,
+            **more,
         )
 
     @contextlib.contextmanager

@@ -63,7 +63,7 @@ def plugin(builder: SparkSession.Builder, *, warm: bool | None = None) -> SparkS
     for name, value in (("spark.jars", str(JAR_PATH)), ("spark.plugins", PLUGIN_CLASS)):
         before = [one.strip() for one in str(given.get(name) or "").split(",") if one.strip()]
         builder.config(name, ",".join([*before, *([] if value in before else [value])]))
-    if warm_workers.choose_warm_workers(warm, by_default=False) is not None:
+    if warm_workers.resolve_warm_worker_settings(warm, by_default=False) is not None:
         builder.config(WARM_WORKERS_SETTING, "true")
     return builder
 
@@ -124,7 +124,8 @@ class SparkPlugin(RunReportReceiver):
         self._call_plugin("gauge", name, float(value))
 
     def publish_timeline(self, run: str, path: str) -> None:
-        """Like `RunReportReceiver.publish_timeline`: the tab offers the file while the driver lives.
+        """Like `RunReportReceiver.publish_timeline`: the tab offers the file while the driver
+        lives.
 
         Args:
             run: The run.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from farandole import _variables as variables
 from farandole._native.settings import read_setting
-from farandole.runner import load
+from farandole.runner import load_reports
 from farandole.runner.agent import RESOURCES_VARIABLE
 from farandole.runner.job_observer import RANK_KIND, REPORTS_VARIABLE
 
@@ -116,7 +116,7 @@ def choose_own_gpu(count: int, local_rank: int, local_size: int) -> GpuChoice | 
     )
     if choice is not None:
         rank = os.environ.get("RANK", str(local_rank))
-        load.set_reported_gpu(choice.index)
+        load_reports.set_reported_gpu(choice.index)
         if has_rank_display():
             report_rank_state({"gpu": choice.index})
         sys.stderr.write(
@@ -183,7 +183,7 @@ def report(record: Mapping[str, Any]) -> bool:
     Args:
         record: An object that `json` can write, at most 1 MiB. Curves are drawn of the kinds `step`
             and `epoch`, so the driver leaves out such a record with a warning if it has another
-            form than `farandole.runner.reports` says.
+            form than `farandole.runner.report_validation` says.
 
     Returns:
         Whether there is a driver to report to.

@@ -30,7 +30,7 @@ import os
 from typing import TYPE_CHECKING, Any, Final
 
 from farandole import _variables as variables
-from farandole.stores import durable, small_files
+from farandole.stores import durable_writes, small_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,7 +72,7 @@ def has_signing_secret() -> bool:
     return bool(_signing_secret())
 
 
-def run_key(run_id: str) -> bytes | None:
+def run_signing_key(run_id: str) -> bytes | None:
     """Returns the key that seals the checkpoints of one run; `None` without a secret.
 
     Args:
@@ -123,7 +123,9 @@ def record_checkpoint_write(
         _log.warning("%s/%s could not be shortened: %s", run.url, MARKER_FILENAME, error)
 
 
-def foreign_checkpoint_reason(run: native.Store, name: str, data: bytes, key: bytes | None) -> str | None:
+def foreign_checkpoint_reason(
+    run: native.Store, name: str, data: bytes, key: bytes | None
+) -> str | None:
     """Returns the reason why a checkpoint does not belong to this run; `None` if it does.
 
     Args:
@@ -135,7 +137,7 @@ def foreign_checkpoint_reason(run: native.Store, name: str, data: bytes, key: by
     Raises:
         ValueError: A newer version of Farandole wrote the marker.
     """
-    known = _read_marker(run).get(name.removesuffix(durable.PREVIOUS_SUFFIX), [])
+    known = _read_marker(run).get(name.removesuffix(durable_writes.PREVIOUS_SUFFIX), [])
     if not known and key is None:
         return None  # of a version that left no marker
     mine = _content_digest_entry(data, key)
@@ -179,12 +181,15 @@ def _limit_unconfirmed_entries(run: native.Store, name: str, entries: list[Entry
     ]
 
 
-def _entries_of_present_files(run: native.Store, name: str, besides: Entry | None = None) -> list[Entry]:
+def _entries_of_present_files(
+    run: native.Store, name: str, besides: Entry | None = None
+) -> list[Entry]:
     """Returns entries without seals of the contents that a name and its previous file have now,
     except one.
     """
     contents = (
-        durable.read_if_present(run, content_name) for content_name in durable.checkpoint_and_previous_names(name)
+        durable_writes.read_if_present(run, content_name)
+        for content_name in durable_writes.checkpoint_and_previous_names(name)
     )
     entries = [_content_digest_entry(data, None) for data in contents if data is not None]
     return [entry for entry in entries if besides is None or entry["sha256"] != besides["sha256"]]
@@ -202,7 +207,7 @@ def _write_marker(run: native.Store, known: dict[str, list[Entry]]) -> None:
     text = json.dumps(
         {"version": MARKER_VERSION, "run": run.url.rpartition("/")[2], "checkpoints": known}
     )
-    durable.write_durably(run, MARKER_FILENAME, text.encode())
+    durable_writes.write_durably(run, MARKER_FILENAME, text.encode())
 
 
 def _read_marker(run: native.Store) -> dict[str, list[Entry]]:

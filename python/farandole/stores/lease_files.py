@@ -34,7 +34,7 @@ _HELD_FILES: set[LeaseFile] = set()
 _log = logging.getLogger("farandole")
 
 
-def _reset_after_fork() -> None:
+def _free_lock_after_fork() -> None:
     """Frees the lock in a forked child: the thread that held it does not exist there. Lease files
     belong to the parent.
     """
@@ -43,7 +43,7 @@ def _reset_after_fork() -> None:
     _HELD_FILES.clear()
 
 
-os.register_at_fork(after_in_child=_reset_after_fork)
+os.register_at_fork(after_in_child=_free_lock_after_fork)
 
 
 class LeaseFile:
@@ -112,7 +112,7 @@ class LeaseFile:
         with self._file_lock:
             self._give_up_holding()
 
-    def is_file(self, url: str, name: str) -> bool:
+    def is_lease_of(self, url: str, name: str) -> bool:
         """Returns whether this is the lease file of a name in a directory.
 
         Args:
@@ -196,7 +196,7 @@ def holds_lease_file(url: str, name: str) -> bool:
         name: The file's.
     """
     with _HELD_LOCK:
-        return any(held.is_file(url, name) for held in _HELD_FILES)
+        return any(held.is_lease_of(url, name) for held in _HELD_FILES)
 
 
 def renew_lease_files(*, due: bool = True) -> None:

@@ -10,11 +10,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from farandole._native import store as native
-from farandole.stores import checkpoint_signatures, durable
+from farandole.stores import checkpoint_signatures, durable_writes
 from farandole.stores.run_lease import RunInUseError
 
 if TYPE_CHECKING:
-    from farandole.stores.options import StorageOptions
+    from farandole.stores.store_options import StorageOptions
 
 _log = logging.getLogger("farandole")
 
@@ -46,7 +46,7 @@ class RemoteStore:
         """
         if self.run_path is None:
             return None
-        return durable.read_if_present(native.Store(self.run_path), name)
+        return durable_writes.read_if_present(native.Store(self.run_path), name)
 
     def write(self, name: str, data: bytes) -> None:
         """Writes a file of the run so that no reader sees half of it; does nothing if runs are not
@@ -108,9 +108,9 @@ class RemoteStore:
         if self.run_path is None:
             return None
         run = native.Store(self.run_path)
-        return durable.read_intact_checkpoint(run, name, partial(self._find_mismatch, run))
+        return durable_writes.read_intact_checkpoint(run, name, partial(self._find_mismatch, run))
 
-    def resume(self) -> bytes | None:
+    def read_checkpoint_to_resume(self) -> bytes | None:
         """Returns the checkpoint that the run continues from, or `None` for a fresh run.
 
         Raises:
@@ -121,7 +121,7 @@ class RemoteStore:
             return None
         run = native.Store(self.run_path)
         name = self.checkpoint_filename
-        return durable.recover_last_checkpoint(
+        return durable_writes.recover_last_checkpoint(
             run,
             name,
             partial(self._find_mismatch, run),
@@ -140,9 +140,11 @@ class RemoteStore:
                 "or has ended. Another fit may train the run now: nothing is written"
             )
 
-    def _write_signed_checkpoint(self, run: native.Store, name: str, data: bytes, *, keeps: bool) -> None:
+    def _write_signed_checkpoint(
+        self, run: native.Store, name: str, data: bytes, *, keeps: bool
+    ) -> None:
         with checkpoint_signatures.record_checkpoint_write(run, name, data, self.run_key):
-            durable.write_durably(run, name, data, keeps=keeps)
+            durable_writes.write_durably(run, name, data, keeps=keeps)
 
     def _find_mismatch(self, run: native.Store, name: str, data: bytes) -> str | None:
         return checkpoint_signatures.foreign_checkpoint_reason(run, name, data, self.run_key)

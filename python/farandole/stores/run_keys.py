@@ -99,7 +99,7 @@ def publish_run_key(registrar: Registrar, run: bytes) -> None:
         run_id = run.decode()
     except UnicodeDecodeError:
         return
-    key = checkpoint_signatures.run_key(run_id)
+    key = checkpoint_signatures.run_signing_key(run_id)
     if key is None:
         return
     try:

@@ -43,13 +43,13 @@ deletes it.
 """
 
 
-def _reset_after_fork() -> None:
+def _free_acquire_lock_after_fork() -> None:
     """Frees the lock in a forked child: the thread that held it does not exist there."""
     global _ACQUIRE_LOCK  # noqa: PLW0603 - a lock that another thread held cannot be released
     _ACQUIRE_LOCK = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_reset_after_fork)
+os.register_at_fork(after_in_child=_free_acquire_lock_after_fork)
 
 
 class RunInUseError(RuntimeError):

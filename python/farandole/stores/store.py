@@ -30,12 +30,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from farandole._native import store as native
-from farandole.common import scratch
-from farandole.common.check import byte_count
-from farandole.stores import checkpoint_signatures, durable, run_names
+from farandole.common import scratch_directories
+from farandole.common.argument_checks import check_byte_count
+from farandole.stores import checkpoint_signatures, durable_writes, run_names
 from farandole.stores.filesystem import StoreFileSystem
-from farandole.stores.options import StorageOptions
 from farandole.stores.remote_store import RemoteStore
+from farandole.stores.store_options import StorageOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -64,7 +64,7 @@ class Store:
             ValueError: the URL's scheme is not supported.
         """
         from farandole.stores.databricks import DBFSLocalStore  # noqa: PLC0415 - they derive from this class
-        from farandole.stores.services import HDFSStore, ObjectStore  # noqa: PLC0415
+        from farandole.stores.service_stores import HDFSStore, ObjectStore  # noqa: PLC0415
 
         kind = url_scheme(prefix_path)
         if kind in HDFSStore.SCHEMES:
@@ -236,7 +236,7 @@ class AbstractFilesystemStore(Store):
         """The URL of the store. Its storage options are put in force, so that the URL can be
         opened.
         """
-        self._options.apply()
+        self._options.apply_to_process()
         return self._prefix_path
 
     @property
@@ -244,12 +244,12 @@ class AbstractFilesystemStore(Store):
         """The paths of the store. Its storage options are put in force, because the caller opens a
         path.
         """
-        self._options.apply()
+        self._options.apply_to_process()
         return self._store_layout
 
     def _open(self, url: str) -> native.Store:
         """Opens a path or URL with the storage options in force."""
-        self._options.apply()
+        self._options.apply_to_process()
         return native.Store(url)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -278,7 +278,7 @@ class AbstractFilesystemStore(Store):
     @property
     def storage_options(self) -> StorageOptions:
         """The options that are sent to other processes which open this store's paths by URL."""
-        self._options.apply()
+        self._options.apply_to_process()
         return self._options
 
     @property
@@ -318,7 +318,7 @@ class AbstractFilesystemStore(Store):
         if age is not None and not age >= 0:
             raise ValueError(f"older_than must be at least 0: {older_than!r}")
         seconds = None if age is None else float(age)
-        size = None if max_size is None else byte_count("max_size", max_size)
+        size = None if max_size is None else check_byte_count("max_size", max_size)
         gone, skipped = native.Store(self.prefix_path).sweep_stale_data(seconds, size)
         for path, reason in skipped:
             _log.warning("gc leaves %s/%s: %s", self.prefix_path, path, reason)
@@ -466,7 +466,7 @@ class AbstractFilesystemStore(Store):
 
         @contextlib.contextmanager
         def local_output_dir() -> Iterator[str]:
-            with scratch.temporary_directory() as directory:
+            with scratch_directories.temporary_directory() as directory:
                 yield str(directory)
 
         return local_output_dir
@@ -483,7 +483,7 @@ class AbstractFilesystemStore(Store):
         def copy_directory(local_dir: str) -> None:
             target = self._open(run)
             for path in sorted(Path(local_dir).rglob("*")):
-                if durable.is_present_file(path):
+                if durable_writes.is_present_file(path):
                     target.write(path.relative_to(local_dir).as_posix(), path.read_bytes())
 
         return copy_directory
@@ -502,7 +502,7 @@ class AbstractFilesystemStore(Store):
             checkpoint_filename=self.get_checkpoint_filename(),
             logs_subdir=self.get_logs_subdir(),
             storage_options=self._options,
-            run_key=checkpoint_signatures.run_key(run_id),
+            run_key=checkpoint_signatures.run_signing_key(run_id),
         )
 
     def _split_path(self, path: str) -> tuple[str, str]:
@@ -548,13 +548,13 @@ class FilesystemStore(AbstractFilesystemStore):
         """
         del callback, kwargs
         source = Path(native.localized_path(lpath))
-        if not durable.is_path_present(source):
+        if not durable_writes.is_path_present(source):
             raise FileNotFoundError(f"nothing to copy at: {lpath}")
-        if durable.is_present_file(source):
+        if durable_writes.is_present_file(source):
             self.write_bytes(rpath, source.read_bytes())
             return
         for path in sorted(source.rglob("*") if recursive else source.iterdir()):
-            if durable.is_present_file(path):
+            if durable_writes.is_present_file(path):
                 self.write_bytes(
                     f"{rpath.rstrip('/')}/{path.relative_to(source).as_posix()}", path.read_bytes()
                 )

@@ -16,17 +16,17 @@ from farandole.common.util import (
     Average,
     Sum,
     allows_rounded_sums,
-    resolve_op_argument,
     engine_op_number,
+    resolve_op_argument,
 )
 from farandole.tensorflow import xla
-from farandole.tensorflow._eager import is_eager
+from farandole.tensorflow._eager_fast_path import is_eager
 from farandole.tensorflow.compression import Compression, Compressor
 from farandole.tensorflow.mpi_ops import (
+    allreduce_eager_tensor,
     as_tensor,
     grouped_allgather,
     grouped_reduce,
-    allreduce_eager_tensor,
     size_op,
 )
 

@@ -236,7 +236,9 @@ def farandole_grouped_reducescatter(
         "prescale": prescale,
         "postscale": postscale,
     }
-    return _differentiable_reduction(hvd.grouped_reducescatter, "reducescatter", tensors, attributes)
+    return _differentiable_reduction(
+        hvd.grouped_reducescatter, "reducescatter", tensors, attributes
+    )
 
 
 def farandole_grouped_broadcast(

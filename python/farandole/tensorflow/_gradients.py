@@ -19,13 +19,13 @@ import tensorflow as tf
 
 from farandole.common import gradient_convention
 from farandole.common.util import Average, Sum, op_of_engine_number
-from farandole.tensorflow._library import ops
 from farandole.tensorflow._names import (
     ONE_BITS,
-    double_from_bits,
     collective_arguments_of_gradient,
+    double_from_bits,
     normalize_name,
 )
+from farandole.tensorflow._native_ops import ops
 
 REDUCTION_ATTRIBUTES = ("reduce_op", "prescale", "postscale")
 """Names of a reduction's arguments."""
@@ -62,7 +62,9 @@ def allreduce(ops: Any, grads: list[Any], attributes: dict[str, Any]) -> list[An
     """Returns the same reduction of the gradients."""
     return list(
         ops.farandole_grouped_allreduce(
-            tensors=grads, **_differentiable_reduction_attributes(attributes), **collective_arguments_of_gradient(attributes)
+            tensors=grads,
+            **_differentiable_reduction_attributes(attributes),
+            **collective_arguments_of_gradient(attributes),
         )
     )
 
@@ -70,7 +72,9 @@ def allreduce(ops: Any, grads: list[Any], attributes: dict[str, Any]) -> list[An
 def broadcast(ops: Any, grads: list[Any], attributes: dict[str, Any]) -> list[Any]:
     """Returns the sums of the gradients on the root, and zeros on the other ranks."""
     summed = ops.farandole_grouped_allreduce(
-        tensors=grads, reduce_op=op_for_broadcast_gradients(), **collective_arguments_of_gradient(attributes)
+        tensors=grads,
+        reduce_op=op_for_broadcast_gradients(),
+        **collective_arguments_of_gradient(attributes),
     )
     is_root = tf.equal(ops.farandole_rank(), attributes["root_rank"])
     return [tf.where(is_root, whole, tf.zeros_like(whole)) for whole in summed]
@@ -99,7 +103,10 @@ def alltoall(ops: Any, grad: Any, attributes: dict[str, Any], received: Any) -> 
 
 def reducescatter(ops: Any, grads: list[Any], attributes: dict[str, Any]) -> list[Any]:
     """Returns every rank's part of the gradient, by the factors."""
-    reduction, arguments = _differentiable_reduction_attributes(attributes), collective_arguments_of_gradient(attributes)
+    reduction, arguments = (
+        _differentiable_reduction_attributes(attributes),
+        collective_arguments_of_gradient(attributes),
+    )
     parts = ops.farandole_grouped_allgather(tensors=grads, **arguments).outputs
     factor = double_from_bits(reduction["prescale"]) * double_from_bits(reduction["postscale"])
     if factor != 1.0:

@@ -8,8 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from farandole.common.gradient_grouping import resolve_groups_argument
 from farandole.common.process_sets import ProcessSet, global_process_set
-from farandole.common.reduction import resolve_groups_argument
 from farandole.common.util import Adasum, Average
 from farandole.tensorflow.compression import Compression, Compressor
 from farandole.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
@@ -271,7 +271,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         raise ValueError(
             f"optimizer must be Keras's or one of tf.compat.v1.train: {type(optimizer).__name__}"
         )
-    settings = _keras.Settings(
+    settings = _keras.GradientReductionSettings(
         name,
         device_dense,
         device_sparse,

@@ -8,8 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from farandole.common.gradient_grouping import resolve_groups_argument
 from farandole.common.process_sets import ProcessSet, global_process_set
-from farandole.common.reduction import resolve_groups_argument
 from farandole.common.util import Average
 from farandole.tensorflow.compression import Compression, Compressor
 from farandole.tensorflow.reducer import GradientReducer

@@ -54,15 +54,15 @@ from farandole.common.process_sets import (
 )
 from farandole.common.timeline import start_timeline, stop_timeline
 from farandole.common.util import Adasum, Average, Max, Min, Product, Sum, num_rank_is_power_2
-from farandole.tensorflow import _eager, _library, splitting, xla
-from farandole.tensorflow._library import ops
+from farandole.tensorflow import _eager_fast_path, _native_ops, xla, xla_function_splitting
 from farandole.tensorflow._names import (
-    strip_name_scope,
     collective_arguments,
     double_bits,
     eager_collective_arguments,
     registered_process_set_number,
+    strip_name_scope,
 )
+from farandole.tensorflow._native_ops import ops
 from farandole.tensorflow.util import (
     check_num_rank_power_of_2,
     gpu_available,
@@ -129,7 +129,9 @@ _also = (
 _basics = HorovodBasics()
 """The object that scripts for Horovod use as `mpi_ops._basics`."""
 
-_fast_path_ops = ops if _eager.FAST_PATH_AVAILABLE and _library.library is not None else None
+_fast_path_ops = (
+    ops if _eager_fast_path.FAST_PATH_AVAILABLE and _native_ops.library is not None else None
+)
 """The ops, where they are native and there is a shorter way to them."""
 
 
@@ -137,7 +139,7 @@ def as_tensor(value: Any) -> Any:
     """Converts a tensor, a TensorFlow or Keras variable, or any value that TensorFlow can
     convert, to a tensor.
     """
-    if type(value) is _eager.eager_tensor or isinstance(value, tf.Tensor):
+    if type(value) is _eager_fast_path.eager_tensor or isinstance(value, tf.Tensor):
         return value
     return tf.convert_to_tensor(unwrap_keras_variable(value))
 
@@ -155,7 +157,7 @@ def ops_for_context() -> Any:
     Where XLA cannot hold them, the function is split around them, if that can be.
     """
     if not xla.is_tracing_for_xla() or (
-        xla.xla_unsupported_reason() is not None and splitting.split_traced_function()
+        xla.xla_unsupported_reason() is not None and xla_function_splitting.split_traced_function()
     ):
         return ops
     return xla
@@ -207,7 +209,7 @@ def _pass_through_identity(used_ops: Any, results: Any) -> list[Any]:
     plain op continue on its thread. With many small gradients, the identity op saves half of the
     time of their reduction in a step.
     """
-    if tf.executing_eagerly() or used_ops is not ops or _library.library is None:
+    if tf.executing_eagerly() or used_ops is not ops or _native_ops.library is None:
         return list(results)
     return list(tf.identity_n(results))
 
@@ -225,10 +227,13 @@ def allreduce_eager_tensor(
     if ops is _fast_path_ops and prescale_factor == postscale_factor == 1.0:
         fast_attributes: tuple[Any, ...] = ("attended", True, "reduce_op", op)
         if name is not None:
-            fast_attributes += ("tensor_name", f"Allreduce.{strip_name_scope(name, ignore_name_scope)}")
+            fast_attributes += (
+                "tensor_name",
+                f"Allreduce.{strip_name_scope(name, ignore_name_scope)}",
+            )
         if process_set is not global_process_set:
             fast_attributes += ("process_set", registered_process_set_number(process_set))
-        reduced = _eager.run_fast_path("FarandoleAllreduce", tensor, fast_attributes)
+        reduced = _eager_fast_path.run_fast_path("FarandoleAllreduce", tensor, fast_attributes)
         if reduced is not None:
             return reduced
     return ops.farandole_allreduce(

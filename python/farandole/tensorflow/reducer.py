@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from farandole.common.gradient_grouping import (
+    groups_by_variable_key,
+    partition_gradients,
+    predivide_factors,
+)
 from farandole.common.process_sets import ProcessSet, global_process_set
-from farandole.common.reduction import groups_by_variable_key, partition_gradients, predivide_factors
 from farandole.common.util import Average, Min, Sum
 from farandole.tensorflow._collectives import check_adasum, grouped_allreduce
 from farandole.tensorflow._names import unique_operation_name
 from farandole.tensorflow.compression import Compression, Compressor
-from farandole.tensorflow.mpi_ops import grouped_reduce, unwrap_keras_variable, size_op
+from farandole.tensorflow.mpi_ops import grouped_reduce, size_op, unwrap_keras_variable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

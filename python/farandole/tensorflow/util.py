@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from farandole.common.util import resolve_op_argument, num_rank_is_power_2, split_list
+from farandole.common.util import num_rank_is_power_2, resolve_op_argument, split_list
 
 __all__ = [
     "check_num_rank_power_of_2",

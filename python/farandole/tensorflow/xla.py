@@ -28,7 +28,7 @@ from tensorflow.python.ops import control_flow_util
 
 from farandole import _variables as variables
 from farandole._native.settings import read_setting
-from farandole.tensorflow import _gradients, _library
+from farandole.tensorflow import _gradients, _native_ops
 from farandole.tensorflow._names import ONE_BITS, unique_operation_name
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def _missing_xla_requirement() -> str | None:
     """Returns the missing requirement."""
     if not read_setting(variables.ENABLE_XLA_OPS):
         return f"{variables.ENABLE_XLA_OPS} is off"
-    if _library.library is None:
+    if _native_ops.library is None:
         return "the native ops are not in use"
     if gen_xla_ops is None:
         return f"TensorFlow {tf.__version__} has no custom calls"
@@ -159,9 +159,9 @@ def xla_unsupported_reason() -> str | None:
     Tries it once.
     """
     missing = _missing_xla_requirement()
-    if missing is not None or _library.library is None:
+    if missing is not None or _native_ops.library is None:
         return missing
-    reason = _library.library.farandole_tensorflow_register_xla()
+    reason = _native_ops.library.farandole_tensorflow_register_xla()
     if reason is not None:
         return reason.decode()
 
@@ -236,7 +236,9 @@ def _element_count(tensor: Any) -> int:
     return tensor.shape.num_elements() or sys.maxsize
 
 
-def _ordered_custom_call(text: str, tensors: Sequence[Any], results: Sequence[tf.TensorSpec]) -> list[Any]:
+def _ordered_custom_call(
+    text: str, tensors: Sequence[Any], results: Sequence[tf.TensorSpec]
+) -> list[Any]:
     """Returns the results of a custom call that runs after the graph's earlier calls."""
     graph: Any = tf.compat.v1.get_default_graph()
     calls: Any = gen_xla_ops
@@ -309,7 +311,7 @@ def _query_process_set_fact(question: int, process_set: int) -> Any:
 def _traced_process_set_size(process_set: int) -> int:
     """Returns the size of a set at the time of the trace, because result shapes depend on it."""
     with tf.init_scope():
-        return int(_library.ops.farandole_size(process_set=process_set))
+        return int(_native_ops.ops.farandole_size(process_set=process_set))
 
 
 def farandole_grouped_allreduce(

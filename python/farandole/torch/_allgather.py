@@ -13,16 +13,16 @@ from farandole.common import gradient_convention
 from farandole.common.handles import process_set_number
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.torch._alltoall import alltoall_with_splits
-from farandole.torch._device import gpu_and_stream_of, gpus_and_streams_of
+from farandole.torch._gpu_tensors import gpu_and_stream_of, gpus_and_streams_of
 from farandole.torch._handles import (
     MOVABLE_DTYPES,
-    wrap_collected_rows,
     describe_tensor,
+    must_record_gradient,
     require_dimension,
     synchronize,
     table,
     to_engine_tensor,
-    wants_grad,
+    wrap_collected_rows,
 )
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ def allgather(
         ValueError: When an argument is wrong, or ranks disagree about the operation.
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
-    if wants_grad(tensor):
+    if must_record_gradient(tensor):
         return _AllgatherFunction.apply(False, name, process_set, tensor)[0]
     return allgather_rows_and_counts(tensor, name, process_set)[0]
 
@@ -210,6 +210,6 @@ def grouped_allgather(
     """Concatenates all ranks' tensors, several at once as one unit; else as `allgather`, also in
     its gradient.
     """
-    if wants_grad(*tensors):
+    if must_record_gradient(*tensors):
         return list(_AllgatherFunction.apply(True, name, process_set, *tensors))
     return synchronize(grouped_allgather_async(tensors, name, process_set))

@@ -16,7 +16,7 @@ from farandole.torch._reduce import (
     start_allreduce,
     start_grouped_allreduce,
 )
-from farandole.torch.compression import Compression, Compressor, is_private
+from farandole.torch.compression import Compression, Compressor, is_used_by_reduction_only
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -116,7 +116,9 @@ def allreduce(
         resolve_op_argument(op, average), prescale_factor, postscale_factor, process_set, rounds
     )
     compressed, ctx = compression.compress(tensor)
-    reduced = reduce_tensor(compressed, name, reduction, is_private(compression, ctx))
+    reduced = reduce_tensor(
+        compressed, name, reduction, is_used_by_reduction_only(compression, ctx)
+    )
     return compression.decompress(reduced, ctx)
 
 
@@ -196,7 +198,7 @@ def grouped_allreduce(
         resolve_op_argument(op, average), prescale_factor, postscale_factor, process_set, rounds
     )
     pairs = [compression.compress(tensor) for tensor in tensors]
-    are_private = all(is_private(compression, ctx) for _, ctx in pairs)
+    are_private = all(is_used_by_reduction_only(compression, ctx) for _, ctx in pairs)
     reduced = reduce_tensors([compressed for compressed, _ in pairs], name, reduction, are_private)
     return [
         compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, pairs, strict=True)

@@ -12,16 +12,16 @@ from farandole._native import engine
 from farandole.common.exceptions import FarandoleUsageError
 from farandole.common.handles import member_ranks, process_set_number
 from farandole.common.process_sets import ProcessSet, global_process_set
-from farandole.torch._device import gpu_and_stream_of
+from farandole.torch._gpu_tensors import gpu_and_stream_of
 from farandole.torch._handles import (
     MOVABLE_DTYPES,
-    wrap_collected_rows,
     describe_tensor,
+    must_record_gradient,
     require_dimension,
     synchronize,
     table,
     to_engine_tensor,
-    wants_grad,
+    wrap_collected_rows,
 )
 
 if TYPE_CHECKING:
@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     Splits = Sequence[int] | torch.Tensor | None
 
 
-def _rows_for_each_member(tensor: torch.Tensor, splits: Splits, process_set: ProcessSet) -> list[int]:
+def _rows_for_each_member(
+    tensor: torch.Tensor, splits: Splits, process_set: ProcessSet
+) -> list[int]:
     """Returns the number of rows for each member.
 
     Raises:
@@ -82,7 +84,9 @@ def _start_alltoall(
     def finish_alltoall(outcomes: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
         (received,) = outcomes
         rows = received.rows if received is not None else []
-        return wrap_collected_rows(received, source, tensor.device), torch.tensor(rows, dtype=torch.int32)
+        return wrap_collected_rows(received, source, tensor.device), torch.tensor(
+            rows, dtype=torch.int32
+        )
 
     return table.submit_operation(
         source,
@@ -150,7 +154,7 @@ def alltoall_with_splits(
     tensor: torch.Tensor, splits: Splits, name: str | None, process_set: ProcessSet
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Like `alltoall`, but always returns the pair."""
-    if wants_grad(tensor):
+    if must_record_gradient(tensor):
         return _AlltoallFunction.apply(tensor, splits, name, process_set)
     return synchronize(_start_alltoall(tensor, splits, name, process_set, caller_waits=True))
 

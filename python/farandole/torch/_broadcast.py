@@ -14,17 +14,17 @@ from farandole.common.exceptions import FarandoleUsageError
 from farandole.common.handles import member_ranks, process_set_number
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.util import Average, Sum
-from farandole.torch import _memory
-from farandole.torch._device import gpu_and_stream_of
+from farandole.torch import _large_tensor_memory
+from farandole.torch._gpu_tensors import gpu_and_stream_of
 from farandole.torch._handles import (
     MOVABLE_DTYPES,
-    copy_back,
+    copy_without_autograd,
     describe_tensor,
-    require_in_place,
+    must_record_gradient,
+    require_contiguous_tensor,
     synchronize,
     table,
     to_engine_tensor,
-    wants_grad,
 )
 from farandole.torch._reduce import TensorReduction, reduce_tensor
 
@@ -41,7 +41,7 @@ def _start_broadcast(
     follows at once.
     """
     if in_place:
-        require_in_place(tensor)
+        require_contiguous_tensor(tensor)
     number = process_set_number(process_set)
     ranks = member_ranks(process_set)
     if root_rank not in ranks:
@@ -50,7 +50,11 @@ def _start_broadcast(
         )
     source = to_engine_tensor(tensor, MOVABLE_DTYPES)
     # A private copy serves as its own result.
-    target = _memory.empty_like(source) if source is tensor and not in_place else source
+    target = (
+        _large_tensor_memory.uninitialized_like(source)
+        if source is tensor and not in_place
+        else source
+    )
     described = describe_tensor(table.operation_name("broadcast", name, process_set), source)
     submission = (
         engine.broadcast,
@@ -62,7 +66,9 @@ def _start_broadcast(
         gpu_and_stream_of(source),
     )
     if in_place:
-        return table.submit_operation(source, lambda _: copy_back(tensor, source), *submission)
+        return table.submit_operation(
+            source, lambda _: copy_without_autograd(tensor, source), *submission
+        )
     return table.submit_operation((source, target), lambda _: target.to(tensor.device), *submission)
 
 
@@ -166,7 +172,7 @@ def broadcast(
         ValueError: When an argument is wrong, or ranks disagree about the operation.
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
-    if wants_grad(tensor):
+    if must_record_gradient(tensor):
         return _BroadcastFunction.apply(tensor, root_rank, name, process_set)
     return synchronize(
         _start_broadcast(tensor, root_rank, name, process_set, in_place=False, caller_waits=True)

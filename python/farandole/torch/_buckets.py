@@ -10,7 +10,7 @@ import torch
 
 from farandole._native import engine
 from farandole.common.util import Average, Sum
-from farandole.torch._device import gpu_and_stream_of, gpus_and_streams_of, is_usable_in_place
+from farandole.torch._gpu_tensors import gpu_and_stream_of, gpus_and_streams_of, is_usable_in_place
 from farandole.torch._handles import ENGINE_DTYPES, describe_tensor, table, to_engine_tensor
 from farandole.torch._sparse import sparse_allreduce_async
 from farandole.torch.compress._base import Compressor as StatefulCompressor
@@ -191,7 +191,12 @@ class GradientBucket:
             )
         else:
             self._handle = table.submit_operation(
-                keep, len, engine.grouped_allreduce, members, *arguments, gpus_and_streams_of(sources)
+                keep,
+                len,
+                engine.grouped_allreduce,
+                members,
+                *arguments,
+                gpus_and_streams_of(sources),
             )
 
     def _result_memory(self, slot: GradientSlot, grad: torch.Tensor) -> torch.Tensor:
@@ -347,7 +352,9 @@ class GradientViewBucket(GradientBucket):
             view.copy_(grad.detach() if grad.layout == torch.strided else grad.detach().to_dense())
         slot.parameter.grad = view
 
-    def _copies_past_caches(self, slot: GradientSlot, grad: torch.Tensor, view: torch.Tensor) -> bool:
+    def _copies_past_caches(
+        self, slot: GradientSlot, grad: torch.Tensor, view: torch.Tensor
+    ) -> bool:
         """Returns whether a gradient is copied past the caches, by one thread: not if torch copies
         with several threads.
         """

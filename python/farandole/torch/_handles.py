@@ -12,7 +12,7 @@ import torch
 
 from farandole.common.exceptions import FarandoleUsageError
 from farandole.common.handles import Finish, HandleTable, Outcome
-from farandole.torch import _device
+from farandole.torch import _gpu_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -55,7 +55,7 @@ class _TorchHandleTable(HandleTable):
     """
 
     def __init__(self, family: str) -> None:
-        self._locations: dict[int, tuple[int, int] | list[_device.DeviceLocation]] = {}
+        self._locations: dict[int, tuple[int, int] | list[_gpu_tensors.DeviceLocation]] = {}
         super().__init__(family)
 
     def _reset_for_world(self) -> None:
@@ -78,7 +78,7 @@ class _TorchHandleTable(HandleTable):
         spots = self._locations.get(handle)
         if spots is None:
             return super().synchronize(handle, timeout)
-        _device.keep_memory_for_streams(self._entries[handle][1], spots)
+        _gpu_tensors.keep_memory_for_streams(self._entries[handle][1], spots)
         try:
             return super().synchronize(handle, timeout)
         finally:
@@ -91,7 +91,7 @@ class _TorchHandleTable(HandleTable):
         Args:
             reached: The result that the engine returned.
         """
-        reached.make_gpu_stream_wait(_device.current_stream_handle(reached.ordinal))
+        reached.make_gpu_stream_wait(_gpu_tensors.current_stream_handle(reached.ordinal))
         return reached.outcome
 
 
@@ -134,16 +134,20 @@ def to_engine_tensor(
     if not needs_engine_copy(tensor):
         return tensor
     plain = tensor.detach().resolve_conj()
-    return (plain if _device.is_usable_in_place(plain) else plain.cpu()).contiguous().resolve_neg()
+    return (
+        (plain if _gpu_tensors.is_usable_in_place(plain) else plain.cpu())
+        .contiguous()
+        .resolve_neg()
+    )
 
 
 def needs_engine_copy(tensor: torch.Tensor) -> bool:
     """Returns whether the engine cannot work on the tensor's own memory."""
-    usable_there = tensor.is_cpu or _device.is_usable_in_place(tensor)
+    usable_there = tensor.is_cpu or _gpu_tensors.is_usable_in_place(tensor)
     return not usable_there or not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj()
 
 
-def require_in_place(tensor: torch.Tensor) -> None:
+def require_contiguous_tensor(tensor: torch.Tensor) -> None:
     """Refuses tensors that an in-place operation cannot write to.
 
     Raises:
@@ -166,7 +170,7 @@ def require_dimension(operation: str, tensor: torch.Tensor) -> None:
         raise FarandoleUsageError(f"{operation} needs a tensor of at least one dimension: shape ()")
 
 
-def copy_back(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+def copy_without_autograd(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Copies a result to `target`, without autograd; returns `target`."""
     if source is not target:
         target.detach().copy_(source)
@@ -193,12 +197,12 @@ def wrap_collected_rows(
         return torch.empty(shape, dtype=like.dtype, device=device)
     if (ordinal := gathered.ordinal) is not None:
         result = torch.empty(shape, dtype=like.dtype, device=device)
-        gathered.queue_copy_and_free(result.data_ptr(), _device.current_stream_handle(ordinal))
+        gathered.queue_copy_and_free(result.data_ptr(), _gpu_tensors.current_stream_handle(ordinal))
         return result
     return torch.frombuffer(gathered, dtype=like.dtype).view(shape).to(device)
 
 
-def wants_grad(*tensors: torch.Tensor) -> bool:
+def must_record_gradient(*tensors: torch.Tensor) -> bool:
     """Returns whether autograd must record an operation on these tensors."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 

@@ -17,17 +17,17 @@ from farandole.common import gradient_convention
 from farandole.common.handles import process_set_number
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.util import OPERATION_NAMES, Average, Max, Min, Product, Sum, engine_op_number
-from farandole.torch import _memory
-from farandole.torch._device import gpu_and_stream_of, gpus_and_streams_of
+from farandole.torch import _large_tensor_memory
+from farandole.torch._gpu_tensors import gpu_and_stream_of, gpus_and_streams_of
 from farandole.torch._handles import (
     ENGINE_DTYPES,
-    copy_back,
+    copy_without_autograd,
     describe_tensor,
-    require_in_place,
+    must_record_gradient,
+    require_contiguous_tensor,
     synchronize,
     table,
     to_engine_tensor,
-    wants_grad,
 )
 
 if TYPE_CHECKING:
@@ -64,12 +64,18 @@ def start_allreduce(
     op, prescale, postscale, number = reduction.engine_arguments
     source = to_engine_tensor(tensor)
     if in_place and source is not tensor:
-        require_in_place(tensor)
+        require_contiguous_tensor(tensor)
     # A private copy serves as its own result.
-    target = _memory.empty_like(source) if source is tensor and not in_place else source
+    target = (
+        _large_tensor_memory.uninitialized_like(source)
+        if source is tensor and not in_place
+        else source
+    )
     return table.submit_operation(
         (source, target),
-        (lambda _: copy_back(tensor, source)) if in_place else (lambda _: target.to(tensor.device)),
+        (lambda _: copy_without_autograd(tensor, source))
+        if in_place
+        else (lambda _: target.to(tensor.device)),
         engine.allreduce,
         table.operation_name("allreduce", name, reduction.process_set),
         ENGINE_DTYPES[source.dtype],
@@ -91,11 +97,13 @@ def start_grouped_allreduce(
     """Starts the allreduces of several tensors as one unit, into new ones unless `in_place`."""
     if in_place:
         for tensor in tensors:
-            require_in_place(tensor)
+            require_contiguous_tensor(tensor)
     arguments = reduction.engine_arguments
     sources = [to_engine_tensor(tensor) for tensor in tensors]
     targets = [
-        _memory.empty_like(source) if source is tensor and not in_place else source
+        _large_tensor_memory.uninitialized_like(source)
+        if source is tensor and not in_place
+        else source
         for source, tensor in zip(sources, tensors, strict=True)
     ]
     names = table.group_member_names("grouped_allreduce", name, len(tensors), reduction.process_set)
@@ -107,7 +115,8 @@ def start_grouped_allreduce(
     def finish_grouped_allreduce(_: object) -> list[torch.Tensor]:
         if in_place:
             return [
-                copy_back(tensor, source) for tensor, source in zip(tensors, sources, strict=True)
+                copy_without_autograd(tensor, source)
+                for tensor, source in zip(tensors, sources, strict=True)
             ]
         return [target.to(tensor.device) for tensor, target in zip(tensors, targets, strict=True)]
 
@@ -122,14 +131,17 @@ def start_grouped_allreduce(
 
 
 def reduce_tensor(
-    tensor: torch.Tensor, name: str | None, reduction: TensorReduction, is_private: bool = False
+    tensor: torch.Tensor,
+    name: str | None,
+    reduction: TensorReduction,
+    is_used_by_reduction_only: bool = False,
 ) -> torch.Tensor:
-    """Reduces a tensor over all ranks, into a new tensor or, if `is_private`, in place;
-    differentiable.
+    """Reduces a tensor over all ranks, into a new tensor or, if `is_used_by_reduction_only`, in
+    place; differentiable.
     """
-    if wants_grad(tensor):
+    if must_record_gradient(tensor):
         return _reduce_differentiably([tensor], name, reduction, grouped=False)[0]
-    in_place = is_private and tensor.is_contiguous()
+    in_place = is_used_by_reduction_only and tensor.is_contiguous()
     return synchronize(start_allreduce(tensor, name, reduction, in_place, caller_waits=True))
 
 
@@ -137,14 +149,14 @@ def reduce_tensors(
     tensors: Sequence[torch.Tensor],
     name: str | None,
     reduction: TensorReduction,
-    is_private: bool = False,
+    is_used_by_reduction_only: bool = False,
 ) -> list[torch.Tensor]:
-    """Reduces several tensors over all ranks as one unit, into new tensors or, if `is_private`, in
-    place; differentiable.
+    """Reduces several tensors over all ranks as one unit, into new tensors or, if
+    `is_used_by_reduction_only`, in place; differentiable.
     """
-    if wants_grad(*tensors):
+    if must_record_gradient(*tensors):
         return _reduce_differentiably(tensors, name, reduction, grouped=True)
-    in_place = is_private and all(tensor.is_contiguous() for tensor in tensors)
+    in_place = is_used_by_reduction_only and all(tensor.is_contiguous() for tensor in tensors)
     return synchronize(start_grouped_allreduce(tensors, name, reduction, in_place))
 
 

@@ -15,8 +15,13 @@ from farandole.common import basics
 from farandole.common.resource_limits import usable_cores
 from farandole.common.util import Max
 from farandole.torch._allreduce import allreduce_
-from farandole.torch._buckets import GradientBucket, GradientSlot, ReductionOptions, GradientViewBucket
-from farandole.torch._device import is_in_cuda_graph_capture
+from farandole.torch._buckets import (
+    GradientBucket,
+    GradientSlot,
+    GradientViewBucket,
+    ReductionOptions,
+)
+from farandole.torch._gpu_tensors import is_in_cuda_graph_capture
 from farandole.torch._names import batch_neighbouring_parameters
 
 if TYPE_CHECKING:
@@ -65,14 +70,16 @@ class GradientReducer:
         _reducers.add(self)
         if as_view:  # one memory holds one dtype on one device
             groups = [
-                part for group in groups for part in batch_neighbouring_parameters(group[::-1], sys.maxsize)
+                part
+                for group in groups
+                for part in batch_neighbouring_parameters(group[::-1], sys.maxsize)
             ]
         for group in groups:
             self._hook_parameters(group)
-        self.enter_world()
+        self.adopt_present_world()
         self._update_known_parameters()
 
-    def is_busy(self) -> bool:
+    def has_started_reduction(self) -> bool:
         """Returns whether a reduction was started and not waited for."""
         return any(bucket.started for bucket in self._buckets)
 
@@ -88,13 +95,13 @@ class GradientReducer:
             bucket.reset_counts(self.passes)
         self._incomplete_buckets = sum(bucket.waiting > 0 for bucket in self._buckets)
 
-    def enter_world(self) -> None:
+    def adopt_present_world(self) -> None:
         """Forgets operations of another world, where they never end, and looks at this world."""
         self.reset_counts()
         on_host = all(parameter.is_cpu for parameter in self._slots)
         self._overlaps_backward = not on_host or _has_spare_core(engine.world(), usable_cores())
 
-    def finish_step(self, param_groups: list[dict[str, Any]]) -> None:
+    def finish_reductions(self, param_groups: list[dict[str, Any]]) -> None:
         """Starts the reductions that no hook has started, and waits for all.
 
         Raises:
@@ -174,7 +181,8 @@ class GradientReducer:
             bucket = slot.bucket
             if bucket.views:
                 bucket.take_gradient(slot)
-            # A replayed graph calls no hooks: `finish_step` starts the reductions of its gradients.
+            # A replayed graph calls no hooks: `finish_reductions` starts the reductions of its
+            # gradients.
             if reducer.paused or is_in_cuda_graph_capture(slot.parameter):
                 return
             slot.passes_left -= 1
@@ -231,7 +239,7 @@ _reducers: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
 
 def _adopt_world_in_reducers() -> None:
     for reducer in list(_reducers):
-        reducer.enter_world()
+        reducer.adopt_present_world()
 
 
 basics.call_on_each_init(_adopt_world_in_reducers)

@@ -14,16 +14,16 @@ from farandole.common.exceptions import FarandoleUsageError
 from farandole.common.handles import member_ranks
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.util import Average, Sum, allows_rounded_sums
-from farandole.torch import _memory
+from farandole.torch import _large_tensor_memory
 from farandole.torch._allgather import grouped_allgather
-from farandole.torch._device import gpu_and_stream_of, gpus_and_streams_of
+from farandole.torch._gpu_tensors import gpu_and_stream_of, gpus_and_streams_of
 from farandole.torch._handles import (
     describe_tensor,
+    must_record_gradient,
     require_dimension,
     synchronize,
     table,
     to_engine_tensor,
-    wants_grad,
 )
 from farandole.torch._reduce import TensorReduction
 from farandole.torch.compression import Compression, Compressor
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def _check_op(op: int) -> int:
+def _require_sum_or_average(op: int) -> int:
     if op not in (Average, Sum):
         raise FarandoleUsageError(f"op must be Average or Sum in a reducescatter: {op!r}")
     return op
@@ -48,7 +48,9 @@ def _input_and_own_part(
     rows, extra_rows = divmod(tensor.shape[0], len(member_ranks(process_set)))
     source = to_engine_tensor(tensor)
     mine = rows + ((process_set.rank() or 0) < extra_rows)
-    return source, _memory.uninitialized_tensor((mine, *source.shape[1:]), source.dtype, source.device)
+    return source, _large_tensor_memory.uninitialized_tensor(
+        (mine, *source.shape[1:]), source.dtype, source.device
+    )
 
 
 def _start_reducescatter(
@@ -75,7 +77,9 @@ def _start_grouped_reducescatter(
 ) -> int:
     arguments = reduction.engine_arguments
     pairs = [_input_and_own_part(tensor, reduction.process_set) for tensor in tensors]
-    names = table.group_member_names("grouped_reducescatter", name, len(tensors), reduction.process_set)
+    names = table.group_member_names(
+        "grouped_reducescatter", name, len(tensors), reduction.process_set
+    )
     members = [
         (*describe_tensor(member, source), target.data_ptr())
         for member, (source, target) in zip(names, pairs, strict=True)
@@ -123,7 +127,9 @@ def reducescatter_async(
         ValueError: When an argument is wrong, or an operation with this name is in progress.
         FarandoleInternalError: When the world is broken already.
     """
-    reduction = TensorReduction(_check_op(op), prescale_factor, postscale_factor, process_set)
+    reduction = TensorReduction(
+        _require_sum_or_average(op), prescale_factor, postscale_factor, process_set
+    )
     return _start_reducescatter(tensor, name, reduction, caller_waits=False)
 
 
@@ -141,7 +147,9 @@ def grouped_reducescatter_async(
     Takes the arguments and raises the errors of `reducescatter_async`. The first member is named
     `<name>`, member `i` of `n` after it `<name>_<i>of<n>`.
     """
-    reduction = TensorReduction(_check_op(op), prescale_factor, postscale_factor, process_set)
+    reduction = TensorReduction(
+        _require_sum_or_average(op), prescale_factor, postscale_factor, process_set
+    )
     return _start_grouped_reducescatter(tensors, name, reduction)
 
 
@@ -210,10 +218,10 @@ def reducescatter(
     """
     rounds = allows_rounded_sums(compression)
     reduction = TensorReduction(
-        _check_op(op), prescale_factor, postscale_factor, process_set, rounds
+        _require_sum_or_average(op), prescale_factor, postscale_factor, process_set, rounds
     )
     compressed, ctx = compression.compress(tensor)
-    if wants_grad(compressed):
+    if must_record_gradient(compressed):
         part = _ReducescatterFunction.apply(False, name, reduction, compressed)[0]
     else:
         part = synchronize(_start_reducescatter(compressed, name, reduction, caller_waits=True))
@@ -234,11 +242,11 @@ def grouped_reducescatter(
     """
     rounds = allows_rounded_sums(compression)
     reduction = TensorReduction(
-        _check_op(op), prescale_factor, postscale_factor, process_set, rounds
+        _require_sum_or_average(op), prescale_factor, postscale_factor, process_set, rounds
     )
     pairs = [compression.compress(tensor) for tensor in tensors]
     compressed = [tensor for tensor, _ in pairs]
-    if wants_grad(*compressed):
+    if must_record_gradient(*compressed):
         parts = _ReducescatterFunction.apply(True, name, reduction, *compressed)
     else:
         parts = synchronize(_start_grouped_reducescatter(compressed, name, reduction))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from farandole.torch._allreduce import grouped_allreduce
-from farandole.torch._plain import unwrapped_copy_recipe
+from farandole.torch._unwrapped_copies import unwrapped_copy_recipe
 from farandole.torch.compression import Compression, Compressor
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from farandole.torch import _memory
+from farandole.torch import _large_tensor_memory
 
 
 class Compressor:
@@ -48,11 +48,11 @@ class NoneCompressor(Compressor):
 def _cast_down(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.dtype | None]:
     """Casts floating tensors wider than `dtype`; others stay as they are."""
     if tensor.is_floating_point() and tensor.element_size() > dtype.itemsize:
-        return _memory.cast_tensor(tensor, dtype), tensor.dtype
+        return _large_tensor_memory.cast_tensor(tensor, dtype), tensor.dtype
     return tensor, None
 
 
-def is_private(compression: type[Compressor], ctx: torch.dtype | None) -> bool:
+def is_used_by_reduction_only(compression: type[Compressor], ctx: torch.dtype | None) -> bool:
     """Returns whether only the reduction uses a compressed tensor, so that the reduction may
     overwrite it.
     """
@@ -60,7 +60,7 @@ def is_private(compression: type[Compressor], ctx: torch.dtype | None) -> bool:
 
 
 def _cast_back(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    return tensor if dtype is None else _memory.cast_tensor(tensor, dtype)
+    return tensor if dtype is None else _large_tensor_memory.cast_tensor(tensor, dtype)
 
 
 class FP16Compressor(Compressor):

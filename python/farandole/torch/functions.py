@@ -12,7 +12,7 @@ import torch
 
 from farandole.common import basics, pickling
 from farandole.common.process_sets import ProcessSet, global_process_set
-from farandole.numpy import plain
+from farandole.numpy import plain_value_exchange
 from farandole.torch._allgather import allgather_rows_and_counts
 from farandole.torch._broadcast import broadcast_, broadcast_async_
 from farandole.torch._handles import synchronize
@@ -168,11 +168,11 @@ def broadcast_value(value: Any, root_rank: int, name: str) -> Any:
         name: Names the operation across ranks.
     """
     packed = _pack_or_pickle(value) if basics.rank() == root_rank else None
-    packed = plain.broadcast_plain(packed, root_rank, name)
+    packed = plain_value_exchange.broadcast_plain(packed, root_rank, name)
     if basics.rank() == root_rank:
         return value
     return (
-        plain.unpack_plain(packed, _from_plain_form)
+        plain_value_exchange.unpack_plain(packed, _from_plain_form)
         if isinstance(packed, bytes)
         else cloudpickle.loads(packed[0])
     )
@@ -180,7 +180,7 @@ def broadcast_value(value: Any, root_rank: int, name: str) -> Any:
 
 def _pack_or_pickle(value: Any) -> bytes | tuple[bytes, str]:
     try:
-        return plain.pack_plain(value, _plain_form)
+        return plain_value_exchange.pack_plain(value, _plain_form)
     except TypeError:
         return pickling.pickle_by_value(value), "pickled"
 
@@ -247,9 +247,13 @@ def broadcast_optimizer_state(
             for group in optimizer.param_groups
         ]
         states = [optimizer.state.get(parameter) for parameter in parameters]
-        description = layout, extract_state_tensors(options, tensors), extract_state_tensors(states, tensors)
+        description = (
+            layout,
+            extract_state_tensors(options, tensors),
+            extract_state_tensors(states, tensors),
+        )
     expected, options, states = broadcast_value(description, root_rank, "optimizer.description")
-    everywhere = plain.allgather_plain(layout, "optimizer.layout")
+    everywhere = plain_value_exchange.allgather_plain(layout, "optimizer.layout")
     misfits = [
         f"rank {rank}: {found}" for rank, found in enumerate(everywhere) if found != expected
     ]
@@ -289,8 +293,8 @@ def extract_state_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
 def rebuild_state(
     value: Any, parameter: torch.Tensor | None, slots: dict[int, torch.Tensor]
 ) -> Any:
-    """Inverts `extract_state_tensors`: fills slots with fresh tensors, on the parameter's device if they
-    were on a device.
+    """Inverts `extract_state_tensors`: fills slots with fresh tensors, on the parameter's device if
+    they were on a device.
     """
     if isinstance(value, _TensorPlaceholder):
         device = "cpu" if value.on_host or parameter is None else parameter.device

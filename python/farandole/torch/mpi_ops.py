@@ -60,10 +60,10 @@ from farandole.torch._allreduce import (
     grouped_allreduce_async_,
 )
 from farandole.torch._alltoall import alltoall, alltoall_async
+from farandole.torch._barrier_and_join import barrier, join
 from farandole.torch._broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
+from farandole.torch._gpu_selection import init
 from farandole.torch._handles import poll, synchronize
-from farandole.torch._join import barrier, join
-from farandole.torch._pin import init
 from farandole.torch._reducescatter import (
     grouped_reducescatter,
     grouped_reducescatter_async,

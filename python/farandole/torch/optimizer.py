@@ -12,20 +12,20 @@ import torch
 
 from farandole.common import basics
 from farandole.common.handles import member_ranks
-from farandole.common.notices import install_notice_handlers, is_elastic
 from farandole.common.process_sets import ProcessSet, global_process_set
+from farandole.common.termination_notices import install_notice_handlers, is_elastic_worker
 from farandole.common.util import Adasum, Average, Sum, allows_rounded_sums, resolve_op_argument
 from farandole.torch._buckets import ReductionOptions
 from farandole.torch._compiler import import_torch_compiler
-from farandole.torch._names import group_parameters, name_parameters
-from farandole.torch._plain import unwrapped_copy_recipe
-from farandole.torch._reduce import TensorReduction
-from farandole.torch._reducer import GradientReducer
-from farandole.torch._tolerant import (
+from farandole.torch._fault_tolerance import (
     FaultTolerance,
     FaultTolerantReducer,
     claim_sole_fault_tolerant_owner,
 )
+from farandole.torch._names import group_parameters, name_parameters
+from farandole.torch._reduce import TensorReduction
+from farandole.torch._reducer import GradientReducer
+from farandole.torch._unwrapped_copies import unwrapped_copy_recipe
 from farandole.torch.adasum import _DistributedAdasumOptimizer
 from farandole.torch.compress._base import Compressor as StatefulCompressor
 from farandole.torch.compression import Compression, Compressor
@@ -69,7 +69,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             FarandoleInternalError: When a peer failed or the session was shut down.
         """
         if self._reducer is not None:
-            self._reducer.finish_step(self.param_groups)
+            self._reducer.finish_reductions(self.param_groups)
             self._synchronized = True
 
     @contextmanager
@@ -238,7 +238,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             AssertionError: When gradients are being reduced; `step` or `synchronize` comes first.
         """
-        if self._reducer is not None and self._reducer.is_busy():
+        if self._reducer is not None and self._reducer.has_started_reduction():
             raise AssertionError(
                 "zero_grad() came before step() or synchronize() while gradients are being "
                 "reduced. If the loss of another optimizer reaches these parameters, as a "
@@ -370,7 +370,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     )
     names = name_parameters(optimizer.param_groups, named_parameters)
     units = group_parameters(names, groups)
-    alone = basics.rank() not in members or (len(members) == 1 and not is_elastic())
+    alone = basics.rank() not in members or (len(members) == 1 and not is_elastic_worker())
     if op == Adasum:
         attributes = {
             "_compression": compression,
@@ -409,7 +409,7 @@ def _make_fault_tolerant(optimizer: Any) -> None:
     """Makes a distributed optimizer fault tolerant, and gives it the state of the ranks that
     have trained already.
     """
-    tolerance = FaultTolerance(optimizer, is_elastic())
+    tolerance = FaultTolerance(optimizer, is_elastic_worker())
     optimizer._tolerance = tolerance  # noqa: SLF001 - its own module's
     reducer = optimizer._reducer  # noqa: SLF001 - as above
     if reducer is None:

@@ -8,7 +8,7 @@ function calls `report` to send its progress to the search.
 """
 
 from farandole.tuning.hyperopt_search import fmin
-from farandole.tuning.records import report
 from farandole.tuning.study import TrialBackend, optimize
+from farandole.tuning.trial_reports import report
 
 __all__ = ["TrialBackend", "fmin", "optimize", "report"]

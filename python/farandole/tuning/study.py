@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from farandole.runner.backend import Backend, LocalBackend
-from farandole.runner.slots import SlotQueue
-from farandole.tuning.records import parse_report
+from farandole.runner.job_slot_queue import SlotQueue
+from farandole.tuning.trial_reports import parse_search_report
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -121,7 +121,7 @@ class TrialBackend(Backend):
         def handle_progress(rank: int, record: dict[str, Any]) -> None:
             if on_progress is not None:
                 on_progress(rank, record)
-            found = parse_report(rank, record)
+            found = parse_search_report(rank, record)
             if found is not None:
                 self._report_to_study(*found)
 

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 
-from farandole.common import notices
+from farandole.common import termination_notices
 from farandole.common.exceptions import FarandoleEnvironmentError
 
 attempts = []
@@ -21,10 +21,10 @@ def announce_leave(reason, timeout):
     return True
 
 
-notices.engine.announce_leave = announce_leave
+termination_notices.engine.announce_leave = announce_leave
 if sys.argv[1] == "gone":
     # Each attempt takes its time.
-    notices.time.monotonic = lambda: sum(attempts)
-with notices.handle_notice_signals():
+    termination_notices.time.monotonic = lambda: sum(attempts)
+with termination_notices.handle_notice_signals():
     os.kill(os.getpid(), signal.SIGTERM)
     print("goes on", len(attempts), flush=True)

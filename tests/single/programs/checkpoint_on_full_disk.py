@@ -27,7 +27,7 @@ for epoch in range(4, 14):
         run.write_checkpoint("checkpoint", archive(f"epoch {epoch} " + "x" * 1_000_000))
     except OSError:
         failed += 1
-    print(text_of(run.resume())[:7])
+    print(text_of(run.read_checkpoint_to_resume())[:7])
 filler.unlink()
 run.write_checkpoint("checkpoint", archive("epoch 9 again"))
-print(failed, text_of(run.resume()))
+print(failed, text_of(run.read_checkpoint_to_resume()))

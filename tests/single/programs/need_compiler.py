@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from farandole.spark.torch.training import compiler
+from farandole.spark.torch.training import deferred_compiler
 
 
 def step():
@@ -44,15 +44,15 @@ NEEDS = {
     "a compiled function": compile_function,
     "an attribute": import_attribute,
 }
-compiler.defer_compiler()
+deferred_compiler.defer_compiler()
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
 step()
 optimizer.load_state_dict(optimizer.state_dict())
-assert compiler.is_compiler_deferred()
+assert deferred_compiler.is_compiler_deferred()
 assert [name for name in sys.modules if name.startswith("torch._dynamo")] == ["torch._dynamo"]
 NEEDS[sys.argv[1]]()
 step()
-assert not compiler.is_compiler_deferred()
-compiler.defer_compiler()
-assert not compiler.is_compiler_deferred()
+assert not deferred_compiler.is_compiler_deferred()
+deferred_compiler.defer_compiler()
+assert not deferred_compiler.is_compiler_deferred()

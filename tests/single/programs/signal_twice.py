@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 
-from farandole.common import notices
+from farandole.common import termination_notices
 
 
 def leave(reason):
@@ -17,8 +17,8 @@ def leave(reason):
     print("registered", flush=True)
 
 
-notices.leave = leave
-with notices.handle_notice_signals():
+termination_notices.leave = leave
+with termination_notices.handle_notice_signals():
     os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     print("goes on", flush=True)

@@ -8,9 +8,9 @@ import warnings
 warnings.simplefilter("ignore")
 import torch
 
-from farandole.spark.torch.training import compiler
+from farandole.spark.torch.training import deferred_compiler
 
-compiler.defer_compiler()
+deferred_compiler.defer_compiler()
 import lightning
 
 import farandole.lightning  # noqa: F401 - registers the strategy
@@ -44,7 +44,7 @@ line = Line()
 before = line.inner.weight.detach().clone()
 fit(line)
 assert not torch.equal(line.inner.weight, before)
-assert compiler.is_compiler_deferred(), "Lightning has brought the compiler"
+assert deferred_compiler.is_compiler_deferred(), "Lightning has brought the compiler"
 assert not isinstance(line, sys.modules["torch._dynamo"].OptimizedModule)
 
 called = []
@@ -56,7 +56,7 @@ def backend(graph, _inputs):
 
 
 compiled = torch.compile(line, backend=backend)
-assert not compiler.is_compiler_deferred()
+assert not deferred_compiler.is_compiler_deferred()
 from lightning.pytorch.utilities import compile as compile_utilities
 
 assert isinstance(compiled, compile_utilities.OptimizedModule)

@@ -14,7 +14,7 @@ use farandole::launcher::allocation::{BatchAllocation, LocalEnvironment, detect_
 use farandole::launcher::elastic::{DiscoverySource, choose_discovery};
 use farandole::launcher::hosts::{parse_hostfile, parse_hosts};
 use farandole::launcher::{HostSlots, RemoteShell, split_local_tasks};
-use farandole::registrar::host::interface_networks;
+use farandole::registrar::local_host_facts::interface_networks;
 
 use super::config_file::{self, RunConfigFile};
 use super::flags::{

@@ -31,7 +31,7 @@ use std::ops::Range;
 use farandole_kernels::{AdasumPrecision, AdasumProducts, BlockReducer, DataType, GatherList};
 
 use super::message::MessageProgress;
-use super::peers::{CollectiveJob, PeerLinks, PollProgress};
+use super::peer_links::{CollectiveJob, PeerLinks, PollProgress};
 use crate::Result;
 
 /// Bytes of elements that are converted at a time.

@@ -18,10 +18,10 @@ use std::collections::VecDeque;
 use farandole_kernels::GatherList;
 use farandole_transport::PACKET_PAYLOAD_BYTES;
 
-use super::chunks::UNIT_BYTES;
-use super::hosts::MembersByHost;
+use super::chunk_sizes::UNIT_BYTES;
+use super::members_by_host::MembersByHost;
 use super::message::MessageProgress;
-use super::peers::{CollectiveJob, PeerLinks, PollProgress};
+use super::peer_links::{CollectiveJob, PeerLinks, PollProgress};
 use crate::{Result, TensorSegment};
 
 /// Bytes that are sent to one member before the next member gets some: they are still in the cache.

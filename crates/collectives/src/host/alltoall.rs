@@ -17,7 +17,7 @@ use farandole_kernels::{Buffer, GatherList};
 use farandole_transport::PACKET_PAYLOAD_BYTES;
 
 use super::message::MessageProgress;
-use super::peers::{CollectiveJob, PeerLinks, PollProgress};
+use super::peer_links::{CollectiveJob, PeerLinks, PollProgress};
 use crate::{Result, TensorSegment};
 
 /// Bytes that are sent to one member before the next member gets some.

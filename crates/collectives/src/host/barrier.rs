@@ -10,9 +10,9 @@
 
 use std::collections::BTreeSet;
 
-use super::chunks::UNIT_BYTES;
+use super::chunk_sizes::UNIT_BYTES;
 use super::message::MessageProgress;
-use super::peers::{CollectiveJob, PeerLinks, PollProgress};
+use super::peer_links::{CollectiveJob, PeerLinks, PollProgress};
 use crate::Result;
 
 /// Most members for which each member sends a token to all others.

@@ -14,9 +14,9 @@
 use farandole_kernels::GatherList;
 use farandole_transport::PACKET_PAYLOAD_BYTES;
 
-use super::hosts::MembersByHost;
+use super::members_by_host::MembersByHost;
 use super::message::MessageProgress;
-use super::peers::{CollectiveJob, PeerLinks, PollProgress};
+use super::peer_links::{CollectiveJob, PeerLinks, PollProgress};
 use crate::Result;
 
 /// Most members to which the root sends directly.
@@ -58,7 +58,7 @@ impl BroadcastJob {
     }
 
     /// Returns the number of bytes that can pass through every window in one step.
-    fn ready_bytes(&self, peers: &mut PeerLinks) -> Result<usize> {
+    fn bytes_ready_on_all_links(&self, peers: &mut PeerLinks) -> Result<usize> {
         let mut ready = self.message.remaining_bytes().min(BROADCAST_PIECE_BYTES);
         if let Some(parent) = self.parent {
             ready = ready.min(peers.links[parent].receiver.window()?.len());
@@ -143,9 +143,9 @@ fn binomial_tree_neighbours(position: usize, size: usize) -> TreeNeighbours {
 
 impl CollectiveJob for BroadcastJob {
     fn poll(&mut self, peers: &mut PeerLinks) -> Result<PollProgress> {
-        let ready = self.ready_bytes(peers)?;
+        let ready = self.bytes_ready_on_all_links(peers)?;
         if ready > 0 {
-            let (at, payload) = (self.message.moved_bytes(), self.message.payload_bytes(ready));
+            let (at, payload) = (self.message.moved_bytes(), self.message.unpadded_bytes_of(ready));
             for child in &self.children {
                 match self.parent {
                     None => {

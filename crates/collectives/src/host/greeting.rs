@@ -14,9 +14,9 @@
 //! takes part in no operation. Opening an on-demand link checks that its rings are equally large on
 //! both ends.
 
-use super::chunks::UNIT_BYTES;
+use super::chunk_sizes::UNIT_BYTES;
 use super::message::MessageProgress;
-use super::peers::{CollectiveJob, PeerLinks, PollProgress};
+use super::peer_links::{CollectiveJob, PeerLinks, PollProgress};
 use crate::{CrossoverTable, Result};
 
 /// Version of the protocol on links. Increment it with every incompatible change.

@@ -40,7 +40,7 @@ impl MessageProgress {
     }
 
     /// Returns how many of the next `wire` bytes are not padding.
-    pub(super) fn payload_bytes(&self, wire: usize) -> usize {
+    pub(super) fn unpadded_bytes_of(&self, wire: usize) -> usize {
         wire.min(self.bytes.saturating_sub(self.done))
     }
 
@@ -76,7 +76,7 @@ impl MessageProgress {
             return Ok(false);
         }
         if !is_simulated {
-            let payload = self.payload_bytes(wire);
+            let payload = self.unpadded_bytes_of(wire);
             fill(self.done, &mut window[..payload]);
             // The ring still holds bytes of an earlier message.
             window[payload..wire].fill(0);
@@ -103,7 +103,7 @@ impl MessageProgress {
             return Ok(false);
         }
         if !is_simulated {
-            drain(self.done, &window[..self.payload_bytes(wire)]);
+            drain(self.done, &window[..self.unpadded_bytes_of(wire)]);
         }
         receiver.release(wire)?;
         self.advance_by(wire);

@@ -15,23 +15,23 @@ mod allgather;
 mod alltoall;
 mod barrier;
 mod broadcast;
-mod check;
-mod chunks;
+mod chunk_sizes;
 mod copy_path;
-mod direct;
-mod doubling;
-mod exchange;
+mod direct_allreduce;
+mod doubling_allreduce;
 mod greeting;
-mod halving;
-mod hierarchy;
-mod hosts;
-mod in_place;
+mod halving_allreduce;
+mod hierarchy_allreduce;
+mod in_place_allreduce;
+mod member_exchange;
+mod members_by_host;
 mod message;
-mod peers;
-mod pipeline;
+mod message_position;
+mod operand_checks;
+mod peer_links;
+mod pipelined_allreduce;
 #[cfg(test)]
 mod polled;
-mod position;
 mod reducescatter;
 pub mod simulation;
 mod single_member;
@@ -48,7 +48,7 @@ use crate::{
     AllreduceAlgorithm, CollectiveOperation, Communicator, CrossoverTable, Error, OperationToken,
     Result, TensorSegment,
 };
-use peers::{CollectiveJob, PeerLinks};
+use peer_links::{CollectiveJob, PeerLinks};
 
 /// Most passes in one call of `make_progress`, so that the caller can check its deadline.
 const MAX_PASSES_PER_CALL: usize = 64;
@@ -197,9 +197,9 @@ impl PlannedOperation {
             Self::Allreduce { reducer, inputs, outputs } => {
                 match crossover.choose_algorithm(peers.shape, inputs.len(), peers.capacity) {
                     AllreduceAlgorithm::Pipeline
-                        if in_place::is_in_place_candidate(peers, &outputs) =>
+                        if in_place_allreduce::is_in_place_candidate(peers, &outputs) =>
                     {
-                        Box::new(in_place::InPlaceAllreduceJob::new(
+                        Box::new(in_place_allreduce::InPlaceAllreduceJob::new(
                             peers, reducer, inputs, outputs,
                         ))
                     }
@@ -226,7 +226,7 @@ impl PlannedOperation {
                 Box::new(single_member::SingleMemberAllreduceJob::new(reducer, inputs, outputs))
             }
             Self::Reducescatter { reducer, segments, bytes }
-                if reducescatter::across_hosts::is_worthwhile(
+                if reducescatter::across_hosts::is_joining_hosts_faster(
                     peers, crossover, &reducer, &bytes,
                 ) =>
             {
@@ -252,19 +252,19 @@ fn start_allreduce(
 ) -> Result<Box<dyn CollectiveJob>> {
     Ok(match algorithm {
         AllreduceAlgorithm::Direct => {
-            Box::new(direct::DirectAllreduceJob::new(peers, reducer, inputs, outputs))
+            Box::new(direct_allreduce::DirectAllreduceJob::new(peers, reducer, inputs, outputs))
         }
-        AllreduceAlgorithm::Doubling => {
-            Box::new(doubling::DoublingAllreduceJob::new(peers, reducer, &inputs, outputs))
-        }
-        AllreduceAlgorithm::Pipeline => {
-            Box::new(pipeline::PipelinedAllreduceJob::new(peers, reducer, inputs, outputs)?)
-        }
-        AllreduceAlgorithm::Hierarchy => {
-            Box::new(hierarchy::HierarchicalAllreduceJob::new(peers, reducer, inputs, outputs)?)
-        }
+        AllreduceAlgorithm::Doubling => Box::new(doubling_allreduce::DoublingAllreduceJob::new(
+            peers, reducer, &inputs, outputs,
+        )),
+        AllreduceAlgorithm::Pipeline => Box::new(pipelined_allreduce::PipelinedAllreduceJob::new(
+            peers, reducer, inputs, outputs,
+        )?),
+        AllreduceAlgorithm::Hierarchy => Box::new(
+            hierarchy_allreduce::HierarchicalAllreduceJob::new(peers, reducer, inputs, outputs)?,
+        ),
         AllreduceAlgorithm::Halving => {
-            Box::new(halving::HalvingAllreduceJob::new(peers, reducer, inputs, outputs)?)
+            Box::new(halving_allreduce::HalvingAllreduceJob::new(peers, reducer, inputs, outputs)?)
         }
     })
 }
@@ -288,9 +288,9 @@ impl Communicator for HostCommunicator {
         }
         let planned = match operation {
             CollectiveOperation::Allreduce { dtype, op, prescale, postscale, segments } => {
-                check::check_allreduce(dtype, &segments)?;
+                operand_checks::check_allreduce(dtype, &segments)?;
                 if op == ReduceOp::Adasum {
-                    check::check_adasum(dtype)?;
+                    operand_checks::check_adasum(dtype)?;
                     let tensors = segments.iter().map(|segment| segment.input.len()).collect();
                     // This reducer converts and scales one vector.
                     let alone =
@@ -308,17 +308,17 @@ impl Communicator for HostCommunicator {
                 PlannedOperation::Allreduce { reducer, inputs, outputs }
             }
             CollectiveOperation::Broadcast { root, segments } => {
-                check::check_broadcast(&self.peers, root, &segments)?;
+                operand_checks::check_broadcast(&self.peers, root, &segments)?;
                 let (inputs, outputs) = gather_lists(segments);
                 PlannedOperation::Broadcast { root, inputs, outputs }
             }
             CollectiveOperation::Allgather { segments, bytes } => {
-                check::check_allgather(&self.peers, &segments, &bytes)?;
+                operand_checks::check_allgather(&self.peers, &segments, &bytes)?;
                 PlannedOperation::Allgather { segments, bytes }
             }
             CollectiveOperation::Barrier => PlannedOperation::Barrier,
             CollectiveOperation::Alltoall { segment, sends, receives } => {
-                check::check_alltoall(&self.peers, &segment, &sends, &receives)?;
+                operand_checks::check_alltoall(&self.peers, &segment, &sends, &receives)?;
                 PlannedOperation::Alltoall { segment, sends, receives }
             }
             CollectiveOperation::Reducescatter {
@@ -329,7 +329,7 @@ impl Communicator for HostCommunicator {
                 segments,
                 bytes,
             } => {
-                check::check_reducescatter(&self.peers, dtype, &segments, &bytes)?;
+                operand_checks::check_reducescatter(&self.peers, dtype, &segments, &bytes)?;
                 let reducer = self.make_reducer(dtype, op, prescale, postscale)?;
                 PlannedOperation::Reducescatter { reducer, segments, bytes }
             }

@@ -11,7 +11,7 @@ use farandole_kernels::{
 use farandole_transport::{Link, loopback};
 use farandole_world::Rank;
 
-use super::peers::{CollectiveJob, PeerLinks};
+use super::peer_links::{CollectiveJob, PeerLinks};
 use crate::Result;
 
 /// Constructor of a job.

@@ -21,13 +21,13 @@ use farandole_kernels::{
 use farandole_transport::{Link, LinkKind, LinkReceiver, LinkSender, Result as TransportResult};
 use farandole_world::Rank;
 
-use super::chunks::MAX_CHUNK_BYTES;
-use super::halving::HalvingSchedule;
-use super::hierarchy::HierarchySchedule;
-use super::hosts::MembersByHost;
+use super::chunk_sizes::MAX_CHUNK_BYTES;
+use super::halving_allreduce::HalvingSchedule;
+use super::hierarchy_allreduce::HierarchySchedule;
+use super::members_by_host::MembersByHost;
 use super::message::padded_bytes;
-use super::peers::{CollectiveJob, PeerLinks, ReductionRecorder, ReusedBlocksAndCaches};
-use super::pipeline::PipelineSchedule;
+use super::peer_links::{CollectiveJob, PeerLinks, ReductionRecorder, ReusedBlocksAndCaches};
+use super::pipelined_allreduce::PipelineSchedule;
 use super::start_allreduce;
 use crate::crossover::GroupHostLayout;
 use crate::{AllreduceAlgorithm, CrossoverTable, Result};
@@ -209,7 +209,8 @@ impl SimulatedAllreduce {
         let rank = Rank(saturating_index(others));
         let mut peers = PeerLinks::new(rank, links.collect(), Some(&plan.host_numbers))?;
         let recorded = records.clone();
-        peers.reductions = ReductionRecorder::new(move |bytes| recorded.lock().reduce(bytes));
+        peers.reductions =
+            ReductionRecorder::new(move |bytes| recorded.lock().record_reduction(bytes));
         let mut allreduce =
             Self { peers, records, first_member: members.start, members: Vec::new() };
         let (dtype, op, size) = (DataType::F32, ReduceOp::Sum, plan.member_count());
@@ -306,7 +307,7 @@ impl SharedSimulationRecords {
 }
 
 impl SimulatedMemberRecords {
-    fn reduce(&mut self, bytes: usize) {
+    fn record_reduction(&mut self, bytes: usize) {
         self.actions.push(MemberAction::Reduce { bytes: bytes as u64 });
         self.in_reduction = true;
     }
@@ -316,7 +317,7 @@ impl SimulatedMemberRecords {
         if link < self.member { link } else { link + 1 }
     }
 
-    fn transfer(&self, link: usize, bytes: usize) -> MemberTransfer {
+    fn transfer_over_link(&self, link: usize, bytes: usize) -> MemberTransfer {
         let member = saturating_index(self.peer_of(link));
         MemberTransfer { member, bytes: bytes as u64, copied: !self.in_reduction }
     }
@@ -345,7 +346,7 @@ impl LinkSender for SimulatedLinkEnd {
 
     fn commit(&mut self, bytes: usize) -> TransportResult<()> {
         let mut records = self.records.lock();
-        let sent = records.transfer(self.link, bytes);
+        let sent = records.transfer_over_link(self.link, bytes);
         records.actions.push(MemberAction::Send(sent));
         Ok(())
     }
@@ -375,7 +376,7 @@ impl LinkReceiver for SimulatedLinkEnd {
 
     fn release(&mut self, bytes: usize) -> TransportResult<()> {
         let mut records = self.records.lock();
-        let received = records.transfer(self.link, bytes);
+        let received = records.transfer_over_link(self.link, bytes);
         records.actions.push(MemberAction::Receive(received));
         let (from, to) = (records.peer_of(self.link), records.member);
         if let Some(arrived) = records.arrived.get_mut(&(from, to)) {

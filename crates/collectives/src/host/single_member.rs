@@ -5,7 +5,7 @@
 
 use farandole_kernels::{BlockReducer, DataType, GatherList};
 
-use super::peers::{CollectiveJob, PeerLinks, PollProgress};
+use super::peer_links::{CollectiveJob, PeerLinks, PollProgress};
 use crate::Result;
 
 /// Bytes that are reduced at a time: a whole number of elements of any type.

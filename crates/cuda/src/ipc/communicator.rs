@@ -129,7 +129,7 @@ impl<S: IpcDevice> IpcCommunicator<S> {
     }
 
     /// Ends everything and remembers why.
-    fn fail_with(&mut self, reason: &str) -> CollectiveError {
+    fn fail_communicator(&mut self, reason: &str) -> CollectiveError {
         self.shut_down();
         let reason = format!("device {}: {reason}", self.device.device_ordinal());
         self.failure.get_or_insert(CollectiveError::Lost { reason }).clone()
@@ -144,9 +144,9 @@ impl<S: IpcDevice> IpcCommunicator<S> {
         self.stream_idle = self.pieces_filled == 0 || self.wait_for_stream();
         if self.stream_idle {
             self.device.close_windows();
-            self.mailbox.mark_closed();
+            self.mailbox.mark_windows_closed();
         }
-        self.mailbox.mark_ended();
+        self.mailbox.mark_member_ended();
         self.queued.clear();
         self.current = None;
         self.fill_events.clear();
@@ -180,10 +180,10 @@ impl<S: IpcDevice> IpcCommunicator<S> {
                 self.refuse_formation(member, &reason);
             }
             (_, IpcFormationOutcome::Ended(member)) => {
-                return Err(self.fail_with(&format!("member {member} has ended")));
+                return Err(self.fail_communicator(&format!("member {member} has ended")));
             }
             (IpcCommunicatorState::PreparingWindow, _) => match self.device.poll_window_handle() {
-                None => return self.check_deadline("forming it").map(|()| false),
+                None => return self.check_deadline_and_peers("forming it").map(|()| false),
                 Some(Ok(handle)) => {
                     self.mailbox.publish_window_handle(&handle);
                     self.window_offered = true;
@@ -201,7 +201,7 @@ impl<S: IpcDevice> IpcCommunicator<S> {
                 self.state = IpcCommunicatorState::Ready
             }
             (IpcCommunicatorState::WindowOffered | IpcCommunicatorState::WindowsOpened, _) => {
-                return self.check_deadline("forming it").map(|()| false);
+                return self.check_deadline_and_peers("forming it").map(|()| false);
             }
         }
         self.waiting_since = Instant::now();
@@ -227,25 +227,24 @@ impl<S: IpcDevice> IpcCommunicator<S> {
     fn refuse_formation(&mut self, member: usize, reason: &str) {
         self.state = IpcCommunicatorState::Refused;
         self.device.close_windows();
-        self.mailbox.mark_closed();
+        self.mailbox.mark_windows_closed();
         self.remark = Some(format!("member {member} cannot use CUDA IPC: {reason}"));
     }
 
     /// Fails when something takes too long, or will never come.
-    fn check_deadline(&mut self, what: &str) -> Result<()> {
+    fn check_deadline_and_peers(&mut self, what: &str) -> Result<()> {
         if let Some(member) = self
             .awaited_member()
             .filter(|member| self.mailbox.member_phase(*member) == MemberPhase::Ended)
         {
-            return Err(self.fail_with(&format!("member {member} has ended")));
+            return Err(self.fail_communicator(&format!("member {member} has ended")));
         }
         if self.waiting_since.elapsed() > self.timeout {
             let whom =
                 self.awaited_member().map(|member| format!(", which waits for member {member}"));
             let whom = whom.unwrap_or_default();
-            return Err(
-                self.fail_with(&format!("{what} took longer than {:?}{whom}", self.timeout))
-            );
+            return Err(self
+                .fail_communicator(&format!("{what} took longer than {:?}{whom}", self.timeout)));
         }
         Ok(())
     }
@@ -283,7 +282,7 @@ impl<S: IpcDevice> IpcCommunicator<S> {
         );
         let (fills, takes, over) = over
             .and_then(|over| Ok((fills?, takes?, over)))
-            .map_err(|error| self.fail_with(&error.to_string()))?;
+            .map_err(|error| self.fail_communicator(&error.to_string()))?;
         drop(self.fill_events.drain(..fills));
         drop(self.reduce_events.drain(..takes));
         completed.extend(self.running.drain(..over).map(|(token, ..)| token));
@@ -304,7 +303,7 @@ impl<S: IpcDevice> IpcCommunicator<S> {
         }
         let Some(current) = self.current.take() else { return Ok(moved) };
         let advanced = self.advance_pieces(&current);
-        moved |= advanced.map_err(|error| self.fail_with(&error.to_string()))?;
+        moved |= advanced.map_err(|error| self.fail_communicator(&error.to_string()))?;
         if self.pieces_reduced < current.end_piece_number() {
             self.current = Some(current);
             return Ok(moved);
@@ -326,7 +325,9 @@ impl<S: IpcDevice> IpcCommunicator<S> {
         else {
             return Ok(false);
         };
-        self.device.wait_for_events(&events).map_err(|error| self.fail_with(&error.to_string()))?;
+        self.device
+            .wait_for_events(&events)
+            .map_err(|error| self.fail_communicator(&error.to_string()))?;
         let lengths: Vec<usize> = segments.iter().map(|segment| segment.input.len()).collect();
         let pieces = split_into_pieces(&lengths, self.device.piece_bytes());
         if pieces.is_empty() {
@@ -394,7 +395,7 @@ impl<S: IpcDevice> IpcCommunicator<S> {
     ) -> Result<()> {
         let last = last
             .map_or_else(|| self.device.record_event(), Ok)
-            .map_err(|error| self.fail_with(&error.to_string()))?;
+            .map_err(|error| self.fail_communicator(&error.to_string()))?;
         self.launched.push((token, Arc::clone(&last)));
         self.running.push_back((token, last, segments));
         Ok(())
@@ -506,14 +507,14 @@ impl<S: IpcDevice> Communicator for IpcCommunicator<S> {
         if moved {
             self.waiting_since = Instant::now();
         } else if self.pending_count() > 0 {
-            self.check_deadline("an operation")?;
+            self.check_deadline_and_peers("an operation")?;
         }
         Ok(moved)
     }
 
     fn abandon_operations(&mut self) {
         if self.state != IpcCommunicatorState::Ended {
-            self.fail_with("the operation was given up");
+            self.fail_communicator("the operation was given up");
         }
     }
 

@@ -193,14 +193,14 @@ impl IpcMailbox {
 
     /// This member does nothing any more. A refusal stays visible, because others may not have seen
     /// it.
-    pub(crate) fn mark_ended(&self) {
+    pub(crate) fn mark_member_ended(&self) {
         if self.member_phase(self.member) != MemberPhase::Refused {
             self.set_phase(MemberPhase::Ended);
         }
     }
 
     /// This member reads no other's window any more.
-    pub(crate) fn mark_closed(&self) {
+    pub(crate) fn mark_windows_closed(&self) {
         self.own_slot().closed.store(1, Ordering::Release);
     }
 
@@ -286,7 +286,7 @@ mod tests {
             (3, 2, 0)
         );
         assert!(!first.all_peers_closed_windows());
-        second.mark_closed();
+        second.mark_windows_closed();
         assert!(first.all_peers_closed_windows() && !second.all_peers_closed_windows());
     }
 
@@ -295,14 +295,14 @@ mod tests {
         let (first, second) = pair();
         let long = "ä".repeat(1000);
         first.publish_refusal(&long);
-        first.mark_ended();
+        first.mark_member_ended();
         assert_eq!(second.formation_outcome(), IpcFormationOutcome::Refused(0));
         assert!(
             long.starts_with(&second.refusal_reason(0)) && second.refusal_reason(0).len() > 100
         );
-        second.mark_ended();
+        second.mark_member_ended();
         assert_eq!(first.member_phase(1), MemberPhase::Ended);
-        first.mark_closed();
+        first.mark_windows_closed();
         drop(first);
         assert!(
             second.all_peers_closed_windows()

@@ -281,7 +281,7 @@ impl IpcDevice for GpuIpcDevice {
         // SAFETY: the segments' owners keep them until the operation is over. The members' counters
         // show that the slot is free, and it has room for the piece.
         Ok(unsafe {
-            resources.kernels.transfer_tensors(
+            resources.kernels.pack_or_unpack_tensors(
                 true,
                 &parts,
                 (plain, plain),
@@ -327,7 +327,7 @@ impl IpcDevice for GpuIpcDevice {
                 (same_size_integer(dtype), kernel_tensor_arguments(piece, dtype, to));
             // SAFETY: as above.
             unsafe {
-                resources.kernels.transfer_tensors(
+                resources.kernels.pack_or_unpack_tensors(
                     false,
                     &parts,
                     (plain, plain),

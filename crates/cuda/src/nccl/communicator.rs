@@ -149,7 +149,7 @@ impl<L: CommunicatorStream> NcclCommunicator<L> {
     }
 
     /// Ends everything, also kernels in progress, and remembers why.
-    fn fail_with(&mut self, reason: &str) -> CollectiveError {
+    fn fail_communicator(&mut self, reason: &str) -> CollectiveError {
         self.shut_down();
         let failure = CollectiveError::Lost {
             reason: format!("device {}: {reason}", self.stream.device_ordinal()),
@@ -205,12 +205,14 @@ impl<L: CommunicatorStream> NcclCommunicator<L> {
         if self.state == NcclCommunicatorState::Ready && self.handed_over == 0 {
             let status = self.nccl.async_communicator_status(self.caller.raw_communicator());
             if let Err(error) = self.nccl.check_status("a communicator of NCCL", status) {
-                return Err(self.fail_with(&error.to_string()));
+                return Err(self.fail_communicator(&error.to_string()));
             }
         }
         let elapsed = (self.clock)().saturating_duration_since(self.waiting_since);
         if elapsed > self.timeout {
-            return Err(self.fail_with(&format!("{what} took longer than {:?}", self.timeout)));
+            return Err(
+                self.fail_communicator(&format!("{what} took longer than {:?}", self.timeout))
+            );
         }
         Ok(moved)
     }
@@ -234,7 +236,7 @@ impl<L: CommunicatorStream> NcclCommunicator<L> {
             self.running.push_back((token, event, operation));
         }
         match update.failure {
-            Some(reason) => Err(self.fail_with(&reason)),
+            Some(reason) => Err(self.fail_communicator(&reason)),
             None => Ok(moved),
         }
     }
@@ -337,7 +339,7 @@ impl<L: CommunicatorStream> Communicator for NcclCommunicator<L> {
                 // Events of one stream are reached in order, so no later one is ready.
                 Ok(false) => break,
                 Ok(true) => {}
-                Err(error) => return Err(self.fail_with(&error.to_string())),
+                Err(error) => return Err(self.fail_communicator(&error.to_string())),
             }
             self.running.pop_front();
             self.waiting_since = (self.clock)();
@@ -349,7 +351,7 @@ impl<L: CommunicatorStream> Communicator for NcclCommunicator<L> {
 
     fn abandon_operations(&mut self) {
         if self.state != NcclCommunicatorState::Ended {
-            self.fail_with("the operation was given up");
+            self.fail_communicator("the operation was given up");
         }
     }
 

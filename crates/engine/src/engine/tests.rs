@@ -80,7 +80,7 @@ fn a_forked_child_gets_an_error_that_says_how_to_start_workers() {
 fn each_request_of_a_group_has_its_callback() {
     let engine = Engine::start(options(0)).unwrap();
     let (sender, results) = std::sync::mpsc::channel();
-    let done = |number: u32| -> Callback {
+    let done = |number: u32| -> CompletionCallback {
         let sender = sender.clone();
         Box::new(move |result| sender.send((number, result.is_ok())).unwrap())
     };
@@ -108,7 +108,7 @@ fn a_callback_that_is_handed_over_after_the_end_is_called_all_the_same() {
         engine.submit_before_wait(CollectiveRequest::barrier("a", ProcessSetId::GLOBAL)).unwrap();
     engine.shutdown();
     let (sender, results) = std::sync::mpsc::channel();
-    let done: Callback = Box::new(move |result| sender.send(result.is_ok()).unwrap());
+    let done: CompletionCallback = Box::new(move |result| sender.send(result.is_ok()).unwrap());
     engine.deliver_or_attach_callbacks(&[handle], Vec::new(), vec![done]);
     assert!(results.try_recv().is_ok());
 }

@@ -17,7 +17,7 @@ use farandole_negotiation::{
     RequestSignature, RequestVariant,
 };
 
-use super::{FrameFailure, PendingEntry, ProcessSet, Step, kind};
+use super::{FrameFailure, PendingEntry, ProcessSet, StepResult, frame_kinds};
 
 impl ProcessSet {
     /// Returns the announcement of this member's request.
@@ -51,7 +51,7 @@ impl ProcessSet {
         announcement: Announcement,
         members: &[u32],
         since: Instant,
-    ) -> Step {
+    ) -> StepResult {
         if self.options.tracer.is_enabled() {
             self.trace_arrival(name, &announcement, members);
         }
@@ -76,7 +76,7 @@ impl ProcessSet {
     }
 
     /// Completes a tensor after all ranks that will submit it have submitted it.
-    pub(super) fn complete_pending_tensor(&mut self, name: &Arc<str>) -> Step {
+    pub(super) fn complete_pending_tensor(&mut self, name: &Arc<str>) -> StepResult {
         let Some(mut tally) = self.pending.remove(name) else { return Ok(()) };
         let sources = std::mem::take(&mut tally.sources);
         self.queue_or_decide_announcement(name, tally.into_announcement(), &sources)
@@ -87,7 +87,7 @@ impl ProcessSet {
         name: &Arc<str>,
         mut announcement: Announcement,
         sources: &[u32],
-    ) -> Step {
+    ) -> StepResult {
         if let Announcement::Cached(_, _, absent) = &mut announcement
             && self.joins.has_joined_members()
         {
@@ -123,12 +123,12 @@ impl ProcessSet {
     }
 
     /// Sends all tensors that became complete since the last poll, in one frame.
-    pub(crate) fn send_complete_announcements(&mut self) -> Step<bool> {
+    pub(crate) fn send_complete_announcements(&mut self) -> StepResult<bool> {
         if self.upward.is_empty() {
             return Ok(false);
         }
         let frame = std::mem::take(&mut self.upward);
-        self.send_frame(0, kind::TENSOR_ANNOUNCEMENT, &frame)?;
+        self.send_frame(0, frame_kinds::TENSOR_ANNOUNCEMENT, &frame)?;
         self.upward = frame;
         self.upward.clear();
         Ok(true)
@@ -141,15 +141,15 @@ impl ProcessSet {
         now: Instant,
     ) -> Result<(), FrameFailure> {
         let child = from
-            .checked_sub(self.first_child())
-            .ok_or(MalformedFrame::Tag(kind::TENSOR_ANNOUNCEMENT))?;
+            .checked_sub(self.first_child_index())
+            .ok_or(MalformedFrame::Tag(frame_kinds::TENSOR_ANNOUNCEMENT))?;
         let source = u32::try_from(child + 1).map_err(|_| MalformedFrame::Overlong)?;
         let mut reader = FrameReader(frame);
         self.neighbours[from].seen = reader.read_varint()?;
         // Copied, because a join among the items reads the tree as well.
         let below = self.tree.below[child].clone();
         self.read_announced_items(source, &mut reader, &below, now)?;
-        let children = &self.neighbours[self.first_child()..];
+        let children = &self.neighbours[self.first_child_index()..];
         // The slowest child decides: it may still announce an entry that a later list has dropped.
         let seen = children.iter().map(|child| child.seen).min().unwrap_or(u64::MAX);
         self.cache.forget_dropped_entries_until(seen);

@@ -20,9 +20,9 @@ use farandole_negotiation::{CachedResponse, CollectiveCall, MemorySite, RequestS
 use farandole_world::Rank;
 
 use super::join::NO_HANDLE;
+use super::operation_trace::BatchSpan;
 use super::row_share;
-use super::trace::BatchSpan;
-use super::{FinishedRequest, PendingEntry, ProcessSetContext, Step};
+use super::{FinishedRequest, PendingEntry, ProcessSetContext, StepResult};
 use crate::{Error, RequestCompletion, StopCause};
 
 /// Size in bytes of a piece of device memory in staging memory: large enough for the link to the
@@ -211,7 +211,7 @@ impl FusedBatch {
         &mut self,
         shared: &ProcessSetContext,
         position: (usize, usize),
-    ) -> Step<bool> {
+    ) -> StepResult<bool> {
         for part in &mut self.parts {
             if let Some(event) = &part.ready {
                 if !event.is_ready()? {
@@ -439,9 +439,9 @@ impl FusedBatch {
         }
     }
 
-    pub(super) fn enter_activity(&mut self, activity: &'static str) {
+    pub(super) fn enter_timeline_activity(&mut self, activity: &'static str) {
         if let Some(span) = &mut self.span {
-            span.enter_activity(activity);
+            span.enter_timeline_activity(activity);
         }
     }
 
@@ -493,7 +493,7 @@ fn to_usize(bytes: u64) -> usize {
 }
 
 fn rows_to_bytes(agreed: &CachedResponse, rows: u64) -> usize {
-    to_usize(rows.saturating_mul(agreed.signature.unit_bytes()))
+    to_usize(rows.saturating_mul(agreed.signature.row_or_tensor_bytes()))
 }
 
 fn bytes_by_member(agreed: &CachedResponse) -> Vec<usize> {

@@ -15,7 +15,7 @@ use farandole_negotiation::{FrameReader, FrameWriter, MalformedFrame};
 use farandole_transport::LinkKind;
 use farandole_world::Rank;
 
-use super::{FinishedRequest, FrameFailure, ProcessSet, Step, kind};
+use super::{FinishedRequest, FrameFailure, ProcessSet, StepResult, frame_kinds};
 use crate::StopCause;
 
 /// Longest time between the loss of a process on another host and the arrival of its departure
@@ -54,7 +54,7 @@ impl ProcessSet {
         let cause = self.departure.is_none().then(|| Arc::new(cause()));
         // Only news is passed on, so that the message does not circulate for ever.
         if self.record_departure(cause, rank, executed, finished) {
-            self.send_to_neighbours(Some(from), kind::RANK_DEPARTURE, frame)?;
+            self.send_to_neighbours(Some(from), frame_kinds::RANK_DEPARTURE, frame)?;
         }
         Ok(())
     }
@@ -114,7 +114,7 @@ impl ProcessSet {
             writer.write_varint(executed);
             writer.write_byte(matches!(**cause, StopCause::Removed { .. }).into());
             // A neighbour that cannot be reached needs no message.
-            drop(self.send_to_neighbours(None, kind::RANK_DEPARTURE, &frame));
+            drop(self.send_to_neighbours(None, frame_kinds::RANK_DEPARTURE, &frame));
         }
         self.execution.fail_batches(cause, finished);
     }
@@ -133,7 +133,7 @@ impl ProcessSet {
 
     /// Returns whether this set was removed and its links may close.
     pub(crate) fn is_retired_and_drained(&mut self, now: Instant) -> bool {
-        self.retired.is_some_and(|deadline| now >= deadline || self.drain_links(now))
+        self.retired.is_some_and(|deadline| now >= deadline || self.advance_link_drain(now))
     }
 
     pub(super) fn on_subtree_done_frame(&mut self) {
@@ -142,15 +142,15 @@ impl ProcessSet {
         }
     }
 
-    pub(super) fn on_links_clear_frame(&mut self) -> Step {
+    pub(super) fn on_links_clear_frame(&mut self) -> StepResult {
         if let Some(leaving) = &mut self.departure {
             leaving.cleared = true;
         }
-        self.send_to_children(kind::LINKS_CLEAR, &[])
+        self.send_to_children(frame_kinds::LINKS_CLEAR, &[])
     }
 
     /// Takes one step towards the end of all links. Returns whether they may close.
-    pub(crate) fn drain_links(&mut self, now: Instant) -> bool {
+    pub(crate) fn advance_link_drain(&mut self, now: Instant) -> bool {
         let mut finished = Vec::new();
         let over = self
             .receive_frames(now, &mut finished)
@@ -181,10 +181,10 @@ impl ProcessSet {
     pub(crate) fn broadcast_abort(&mut self, cause: &StopCause) {
         let mut frame = Vec::new();
         let mut writer = FrameWriter(&mut frame);
-        let mut kind = kind::RANK_ABORT;
+        let mut kind = frame_kinds::RANK_ABORT;
         match cause {
             StopCause::Disagreement { text } => {
-                kind = kind::GROUP_DISAGREEMENT;
+                kind = frame_kinds::GROUP_DISAGREEMENT;
                 writer.write_text(text);
             }
             StopCause::Reported { rank, text, .. } => {
@@ -220,7 +220,7 @@ impl ProcessSet {
         }
     }
 
-    fn send_to_neighbours(&mut self, except: Option<usize>, kind: u8, frame: &[u8]) -> Step {
+    fn send_to_neighbours(&mut self, except: Option<usize>, kind: u8, frame: &[u8]) -> StepResult {
         for index in (0..self.neighbours.len()).filter(|index| Some(*index) != except) {
             self.send_frame(index, kind, frame)?;
         }
@@ -232,7 +232,7 @@ impl ProcessSet {
         &mut self,
         now: Instant,
         finished: &mut Vec<FinishedRequest>,
-    ) -> Step {
+    ) -> StepResult {
         if self.departure.is_none() && self.suspect.is_none() {
             return Ok(());
         }
@@ -261,7 +261,7 @@ impl ProcessSet {
         if self.is_coordinator() {
             self.on_links_clear_frame()
         } else {
-            self.send_frame(0, kind::SUBTREE_DONE, &[])
+            self.send_frame(0, frame_kinds::SUBTREE_DONE, &[])
         }
     }
 

@@ -16,7 +16,7 @@ use farandole_collectives::{
 use farandole_kernels::HostMemory;
 use farandole_world::Rank;
 
-use super::{ProcessSetContext, Step};
+use super::{ProcessSetContext, StepResult};
 
 /// Token of the allgather of capabilities and of the broadcast of the name.
 // Tokens of batches count up from 0 and never reach this number.
@@ -73,7 +73,7 @@ impl DeviceCommunicator {
         shared: &ProcessSetContext,
         members: &[Rank],
         me: usize,
-    ) -> Step<Option<CollectiveOperation>> {
+    ) -> StepResult<Option<CollectiveOperation>> {
         let before = std::mem::replace(self, Self::Unavailable);
         let Some((fabric, own)) =
             shared.devices.fabric.as_ref().zip(shared.devices.own_device_ordinal())

@@ -17,7 +17,7 @@ use farandole_kernels::{DataType, HostMemory, ReduceOp, neutral_element};
 use farandole_negotiation::{AnnouncementTally, CachedResponse, CollectiveCall};
 use farandole_world::Rank;
 
-use super::{FinishedRequest, PendingEntry, ProcessSet, Step};
+use super::{FinishedRequest, PendingEntry, ProcessSet, StepResult};
 use crate::{RequestCompletion, RequestHandle};
 
 /// Handle of an operation that this rank did not submit.
@@ -149,7 +149,7 @@ impl JoinState {
 
 impl ProcessSet {
     /// Joins on behalf of this member.
-    pub(super) fn join_own_member(&mut self, entry: PendingEntry, gather: bool) -> Step {
+    pub(super) fn join_own_member(&mut self, entry: PendingEntry, gather: bool) -> StepResult {
         self.joins.own = Some(entry);
         self.record_joined_member(self.tree.me, gather);
         self.record_fully_joined_source(0)
@@ -170,7 +170,7 @@ impl ProcessSet {
 
     /// Records that all members of a source have joined and that all their announcements have
     /// arrived.
-    pub(super) fn record_fully_joined_source(&mut self, source: u32) -> Step {
+    pub(super) fn record_fully_joined_source(&mut self, source: u32) -> StepResult {
         self.joins.finished_sources.push(source);
         let children = self.tree.children.len();
         let complete = |tally: &AnnouncementTally| {
@@ -208,7 +208,7 @@ impl ProcessSet {
 /// Returns the entry of a joined member in an operation of the other members.
 pub(super) fn substitute_entry(agreed: &CachedResponse) -> PendingEntry {
     let signature = &agreed.signature;
-    let bytes = usize::try_from(signature.unit_bytes()).unwrap_or(usize::MAX);
+    let bytes = usize::try_from(signature.row_or_tensor_bytes()).unwrap_or(usize::MAX);
     let (input, output) = match signature.call {
         // It contributes no rows and receives the rows of all others.
         CollectiveCall::Allgather => (HostMemory::new(0), None),

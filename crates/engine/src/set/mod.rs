@@ -6,24 +6,24 @@
 
 mod announce;
 mod batch;
-mod decide;
+mod batch_execution;
+mod coordinator_decisions;
 mod departure;
 mod device_communicator;
-mod execute;
 mod join;
+mod operation_trace;
 mod response_list;
 #[cfg(any(test, feature = "_test-harness"))]
 pub(crate) mod simulation;
 mod splits_exchange;
 mod stall_inquiry;
 mod stall_watch;
-mod trace;
 
 #[cfg(test)]
 mod tests;
 
-pub(crate) use decide::{max_executing_lists, plan_fused_operations};
-pub(crate) use execute::row_share;
+pub(crate) use batch_execution::row_share;
+pub(crate) use coordinator_decisions::{max_executing_lists, plan_fused_operations};
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -31,7 +31,7 @@ use std::time::Instant;
 use farandole_collectives::DeviceEvent;
 use farandole_kernels::Buffer;
 use farandole_negotiation::{
-    AnnouncementTally, CollectiveCall, ControlTree, FrameReader, MalformedFrame, Map,
+    AnnouncementTally, CollectiveCall, ControlTree, FastHashMap, FrameReader, MalformedFrame,
     RequestSignature, ResponseCache, operation_text,
 };
 use farandole_transport::{FrameReceiver, FrameSender, LinkKind, into_frame_halves};
@@ -48,7 +48,7 @@ use crate::{
 pub(crate) use stall_inquiry::answer_stall_queries;
 
 /// Kinds of control frames.
-mod kind {
+mod frame_kinds {
     /// Upward: tensors that a whole subtree has announced.
     pub(super) const TENSOR_ANNOUNCEMENT: u8 = 1;
     /// Downward: the operations to execute next.
@@ -146,15 +146,15 @@ pub(crate) struct ProcessSet {
     neighbours: Vec<TreeNeighbour>,
     cache: ResponseCache,
     /// Requests of this rank that are announced and not yet in a list.
-    local: Map<Arc<str>, PendingEntry>,
+    local: FastHashMap<Arc<str>, PendingEntry>,
     /// Tensors that a part of the subtree has announced.
-    pending: Map<Arc<str>, AnnouncementTally>,
+    pending: FastHashMap<Arc<str>, AnnouncementTally>,
     /// The announcement under construction.
     upward: Vec<u8>,
     /// Number of lists applied.
     lists: u64,
-    coordinator: decide::SetCoordinator,
-    execution: execute::BatchExecution,
+    coordinator: coordinator_decisions::SetCoordinator,
+    execution: batch_execution::BatchExecution,
     watch: stall_watch::StallWatch,
     inquiries: stall_inquiry::StallInquiries,
     /// Only at the coordinator of the global set, while autotune is on.
@@ -211,7 +211,7 @@ impl ProcessSet {
                 "process set {id} has another communicator: member {member} of {size}"
             )));
         }
-        let mut links: Map<u64, _> = control
+        let mut links: FastHashMap<u64, _> = control
             .into_iter()
             .map(|link| (u64::from(link.peer.0), (link.kind, into_frame_halves(link))))
             .collect();
@@ -229,16 +229,16 @@ impl ProcessSet {
             tuner: create_autotuner(&shared.settings)
                 .filter(|_| id == ProcessSetId::GLOBAL && tree.parent.is_none()),
             joins: join::JoinState::default(),
-            coordinator: decide::SetCoordinator::default(),
-            execution: execute::BatchExecution::new(communicator),
+            coordinator: coordinator_decisions::SetCoordinator::default(),
+            execution: batch_execution::BatchExecution::new(communicator),
             cache: ResponseCache::new(shared.settings.cache_capacity),
             key,
             members,
             options: shared,
             tree,
             neighbours,
-            local: Map::default(),
-            pending: Map::default(),
+            local: FastHashMap::default(),
+            pending: FastHashMap::default(),
             upward: Vec::new(),
             lists: 0,
             departure: None,
@@ -255,7 +255,7 @@ impl ProcessSet {
         entry: PendingEntry,
         signature: RequestSignature,
         finished: &mut Vec<FinishedRequest>,
-    ) -> Step {
+    ) -> StepResult {
         if let Some(leaving) = &self.departure {
             let result = Err(entry.failure_error(&leaving.cause));
             finished.push(FinishedRequest { handle: entry.handle, name: entry.name, result });
@@ -275,7 +275,11 @@ impl ProcessSet {
     ///
     /// # Errors
     /// The cause for which the engine must stop.
-    pub(crate) fn poll(&mut self, now: Instant, finished: &mut Vec<FinishedRequest>) -> Step<bool> {
+    pub(crate) fn poll(
+        &mut self,
+        now: Instant,
+        finished: &mut Vec<FinishedRequest>,
+    ) -> StepResult<bool> {
         let mut moved = self.receive_frames(now, finished)?;
         // The second round executes the decisions of the first.
         for _ in 0..2 {
@@ -316,7 +320,11 @@ impl ProcessSet {
         self.execution.waits_for_device()
     }
 
-    fn receive_frames(&mut self, now: Instant, finished: &mut Vec<FinishedRequest>) -> Step<bool> {
+    fn receive_frames(
+        &mut self,
+        now: Instant,
+        finished: &mut Vec<FinishedRequest>,
+    ) -> StepResult<bool> {
         let mut frame = std::mem::take(&mut self.scratch);
         let mut moved = false;
         for index in 0..self.neighbours.len() {
@@ -348,23 +356,23 @@ impl ProcessSet {
         finished: &mut Vec<FinishedRequest>,
     ) -> Result<(), FrameFailure> {
         match kind {
-            kind::TENSOR_ANNOUNCEMENT => self.on_announcement(from, frame, now),
-            kind::RESPONSE_LIST => self.on_response_list(frame, finished),
-            kind::RANK_DEPARTURE => self.on_departure(from, frame, finished),
-            kind::RANK_ABORT => self.on_abort(frame),
-            kind::GROUP_DISAGREEMENT => {
+            frame_kinds::TENSOR_ANNOUNCEMENT => self.on_announcement(from, frame, now),
+            frame_kinds::RESPONSE_LIST => self.on_response_list(frame, finished),
+            frame_kinds::RANK_DEPARTURE => self.on_departure(from, frame, finished),
+            frame_kinds::RANK_ABORT => self.on_abort(frame),
+            frame_kinds::GROUP_DISAGREEMENT => {
                 Err(StopCause::Disagreement { text: FrameReader(frame).read_text()?.to_owned() }
                     .into())
             }
-            kind::STALL_SUBMITTERS => self.on_stall_submitters(frame, now),
-            kind::STALL_STATUS => self.on_stall_status(frame),
-            kind::STALL_QUERY => self.on_stall_query(frame, now),
-            kind::STALL_ANSWER => self.on_stall_answer(frame),
-            kind::SUBTREE_DONE => {
+            frame_kinds::STALL_SUBMITTERS => self.on_stall_submitters(frame, now),
+            frame_kinds::STALL_STATUS => self.on_stall_status(frame),
+            frame_kinds::STALL_QUERY => self.on_stall_query(frame, now),
+            frame_kinds::STALL_ANSWER => self.on_stall_answer(frame),
+            frame_kinds::SUBTREE_DONE => {
                 self.on_subtree_done_frame();
                 Ok(())
             }
-            kind::LINKS_CLEAR => Ok(self.on_links_clear_frame()?),
+            frame_kinds::LINKS_CLEAR => Ok(self.on_links_clear_frame()?),
             other => Err(MalformedFrame::Tag(other).into()),
         }
     }
@@ -374,11 +382,11 @@ impl ProcessSet {
     }
 
     /// Returns the index of the first child among the neighbours.
-    fn first_child(&self) -> usize {
+    fn first_child_index(&self) -> usize {
         usize::from(self.tree.parent.is_some())
     }
 
-    fn send_frame(&mut self, to: usize, kind: u8, frame: &[u8]) -> Step {
+    fn send_frame(&mut self, to: usize, kind: u8, frame: &[u8]) -> StepResult {
         let neighbour = &mut self.neighbours[to];
         if neighbour.closed {
             return Ok(());
@@ -392,8 +400,8 @@ impl ProcessSet {
         }
     }
 
-    fn send_to_children(&mut self, kind: u8, frame: &[u8]) -> Step {
-        (self.first_child()..self.neighbours.len())
+    fn send_to_children(&mut self, kind: u8, frame: &[u8]) -> StepResult {
+        (self.first_child_index()..self.neighbours.len())
             .try_for_each(|child| self.send_frame(child, kind, frame))
     }
 }
@@ -425,7 +433,7 @@ impl TreeNeighbour {
 }
 
 /// Result of a step of a set; an error stops the engine.
-pub(crate) type Step<T = ()> = Result<T, StopCause>;
+pub(crate) type StepResult<T = ()> = Result<T, StopCause>;
 
 /// The reason why a frame could not be handled.
 enum FrameFailure {

@@ -14,9 +14,9 @@ use farandole_negotiation::{
     CachedResponse, FrameReader, FrameWriter, MalformedFrame, RequestSignature, ResponseCache,
 };
 
-use super::decide::{PlannedListItem, ReadyTensor, TensorRefusal};
+use super::coordinator_decisions::{PlannedListItem, ReadyTensor, TensorRefusal};
 use super::join::{JOIN_TENSOR_NAME, substitute_entry};
-use super::{FinishedRequest, FrameFailure, ProcessSet, Step, kind};
+use super::{FinishedRequest, FrameFailure, ProcessSet, StepResult, frame_kinds};
 use crate::{Error, StopCause};
 
 /// An item of a list, with its cache entries resolved.
@@ -145,7 +145,7 @@ impl ProcessSet {
         finished: &mut Vec<FinishedRequest>,
     ) -> Result<(), FrameFailure> {
         // Forward the list to the children first, because they have the longer way.
-        self.send_to_children(kind::RESPONSE_LIST, frame)?;
+        self.send_to_children(frame_kinds::RESPONSE_LIST, frame)?;
         let (number, items) = decode_list_updating_cache(frame, &mut self.cache)?;
         if number != self.lists + 1 {
             return Err(MalformedFrame::ListOutOfOrder(number).into());
@@ -160,7 +160,7 @@ impl ProcessSet {
         number: u64,
         items: Vec<ResponseItem>,
         finished: &mut Vec<FinishedRequest>,
-    ) -> Step {
+    ) -> StepResult {
         self.lists = number;
         self.joins.restart_join_wait();
         self.inquiries.forget_tensor(JOIN_TENSOR_NAME);
@@ -185,7 +185,7 @@ impl ProcessSet {
         Ok(())
     }
 
-    fn queue_operation(&mut self, list: u64, tensors: Vec<Arc<CachedResponse>>) -> Step {
+    fn queue_operation(&mut self, list: u64, tensors: Vec<Arc<CachedResponse>>) -> StepResult {
         let mut entries = Vec::with_capacity(tensors.len());
         let mut unknown = None;
         for agreed in tensors {

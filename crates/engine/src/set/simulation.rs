@@ -81,14 +81,14 @@ pub struct ControlTraffic {
 }
 
 /// A world of `hosts` times `local` ranks.
-pub struct ControlPlane {
+pub struct SimulatedControlPlane {
     sets: Vec<ProcessSet>,
     input: HostMemory,
     finished: Vec<FinishedRequest>,
     now: Instant,
 }
 
-impl ControlPlane {
+impl SimulatedControlPlane {
     /// Creates the simulated world.
     ///
     /// # Errors
@@ -159,7 +159,7 @@ impl ControlPlane {
     ///
     /// # Errors
     /// `Start` if they do not complete, or if a rank fails.
-    pub fn run_step(&mut self, tensors: usize) -> Result<ControlTraffic> {
+    pub fn run_allreduce_step(&mut self, tensors: usize) -> Result<ControlTraffic> {
         let failed = |reason: String| Error::Start { reason };
         let before: Vec<u64> = self.sets.iter().map(frame_count).collect();
         let sent: u64 = self.sets.iter().map(|set| set.statistics.frames_sent).sum();
@@ -203,11 +203,11 @@ impl ControlPlane {
     /// Measures the mean time of a step of this many tensors, with all ranks in this one thread.
     ///
     /// # Errors
-    /// Like [`ControlPlane::run_step`].
-    pub fn time_steps(&mut self, tensors: usize, steps: u32) -> Result<Duration> {
+    /// Like [`SimulatedControlPlane::run_allreduce_step`].
+    pub fn measure_mean_step_time(&mut self, tensors: usize, steps: u32) -> Result<Duration> {
         let start = Instant::now();
         for _ in 0..steps {
-            self.run_step(tensors)?;
+            self.run_allreduce_step(tensors)?;
         }
         Ok(start.elapsed() / steps.max(1))
     }
@@ -262,9 +262,9 @@ mod tests {
     #[test]
     fn messages_per_rank_grow_with_the_logarithm_of_the_hosts_up_to_4096_ranks() {
         for (hosts, local) in [(1, 8), (8, 8), (64, 8), (512, 8)] {
-            let mut plane = ControlPlane::new(hosts, local).unwrap();
+            let mut plane = SimulatedControlPlane::new(hosts, local).unwrap();
             for step in 0..2 {
-                let traffic = plane.run_step(5).unwrap();
+                let traffic = plane.run_allreduce_step(5).unwrap();
                 assert_eq!(
                     traffic.coordinator,
                     expected(hosts, local),

@@ -15,7 +15,7 @@ use farandole_collectives::{CollectiveOperation, Communicator, OperationToken, T
 use farandole_kernels::HostMemory;
 use farandole_negotiation::{AlltoallSplits, CachedResponse};
 
-use super::Step;
+use super::StepResult;
 
 /// Token of the alltoall of counts.
 pub(super) const SPLITS_TOKEN: OperationToken = OperationToken(u64::MAX - 1);
@@ -36,7 +36,7 @@ impl SplitsExchange {
         agreed: Arc<CachedResponse>,
         sends: Vec<u64>,
         communicator: &mut dyn Communicator,
-    ) -> Step<Self> {
+    ) -> StepResult<Self> {
         let members = communicator.member_count();
         let numbers: Vec<u8> = sends.iter().flat_map(|rows| rows.to_le_bytes()).collect();
         let receives = HostMemory::new(numbers.len());

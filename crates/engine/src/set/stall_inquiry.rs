@@ -12,12 +12,12 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use farandole_negotiation::{FrameReader, FrameWriter, MalformedFrame, Map};
+use farandole_negotiation::{FastHashMap, FrameReader, FrameWriter, MalformedFrame};
 use farandole_world::{ProcessSetId, Rank};
 
-use super::{FrameFailure, ProcessSet, Step, kind};
+use super::{FrameFailure, ProcessSet, StepResult, frame_kinds};
 use crate::StopCause;
-use crate::stall::{
+use crate::stall_report::{
     MAX_NAMED_TENSORS, MissingRank, RankWait, STACK_TIMEOUT, StackAnswer, StackAnswerSlot,
     StallReport, StalledTensor, ThreadStacks,
 };
@@ -63,7 +63,7 @@ struct StackQuestion {
 
 #[derive(Default)]
 pub(super) struct StallInquiries {
-    stalled: Map<Arc<str>, ConfirmedStall>,
+    stalled: FastHashMap<Arc<str>, ConfirmedStall>,
     /// Earliest time of the next report.
     next: Option<Instant>,
     number: u64,
@@ -95,7 +95,7 @@ impl StallInquiries {
 
 impl ProcessSet {
     /// Reports stalled operations, or first asks the missing ranks, if it is time.
-    pub(super) fn advance_stall_inquiry(&mut self, now: Instant) -> Step {
+    pub(super) fn advance_stall_inquiry(&mut self, now: Instant) -> StepResult {
         if let Some(inquiry) = self.inquiries.inquiry.take() {
             if !inquiry.is_answered() && now < inquiry.due {
                 self.inquiries.inquiry = Some(inquiry);
@@ -121,7 +121,7 @@ impl ProcessSet {
         self.ask_missing_ranks(now)
     }
 
-    fn ask_missing_ranks(&mut self, now: Instant) -> Step {
+    fn ask_missing_ranks(&mut self, now: Instant) -> StepResult {
         let mut targets: Vec<u32> = (0u32..).take(self.members.len()).collect();
         targets.retain(|member| {
             self.inquiries.stalled.values().any(|stalled| !stalled.submitters.contains(member))
@@ -141,7 +141,7 @@ impl ProcessSet {
         let mut writer = FrameWriter(&mut frame);
         writer.write_varint(number);
         writer.write_varints(targets.iter().map(|member| u64::from(*member)));
-        self.send_to_children(kind::STALL_QUERY, &frame)?;
+        self.send_to_children(frame_kinds::STALL_QUERY, &frame)?;
         if targets.contains(&self.tree.me) {
             self.begin_stack_question(number, now);
         }
@@ -153,7 +153,7 @@ impl ProcessSet {
         frame: &[u8],
         now: Instant,
     ) -> Result<(), FrameFailure> {
-        self.send_to_children(kind::STALL_QUERY, frame)?;
+        self.send_to_children(frame_kinds::STALL_QUERY, frame)?;
         let mut reader = FrameReader(frame);
         let number = reader.read_varint()?;
         if self.read_members(&mut reader)?.contains(&self.tree.me) {
@@ -195,7 +195,12 @@ impl ProcessSet {
             })
     }
 
-    fn send_answer(&mut self, number: u64, stack: &ThreadStacks, waits: &[RankWait]) -> Step {
+    fn send_stall_answer(
+        &mut self,
+        number: u64,
+        stack: &ThreadStacks,
+        waits: &[RankWait],
+    ) -> StepResult {
         let mut frame = Vec::new();
         let mut writer = FrameWriter(&mut frame);
         writer.write_varint(number);
@@ -223,7 +228,7 @@ impl ProcessSet {
 
     pub(super) fn on_stall_answer(&mut self, frame: &[u8]) -> Result<(), FrameFailure> {
         if !self.is_coordinator() {
-            return Ok(self.send_frame(0, kind::STALL_ANSWER, frame)?);
+            return Ok(self.send_frame(0, frame_kinds::STALL_ANSWER, frame)?);
         }
         let mut reader = FrameReader(frame);
         let (number, member) = (reader.read_varint()?, reader.read_u32()?);
@@ -255,7 +260,7 @@ impl ProcessSet {
         Ok(())
     }
 
-    fn report_stalls(&mut self, absentees: Vec<MissingRank>, now: Instant) -> Step {
+    fn report_stalls(&mut self, absentees: Vec<MissingRank>, now: Instant) -> StepResult {
         let settings = Arc::clone(&self.options.settings);
         let Some(limit) = settings.stall_check else { return Ok(()) };
         let mut stalls: Vec<StalledTensor> = Vec::new();
@@ -348,14 +353,14 @@ impl ProcessSet {
 }
 
 /// Answers queries of other ranks about this process, if the stacks are there or have timed out.
-pub(crate) fn answer_stall_queries(sets: &mut [ProcessSet], now: Instant) -> Step {
+pub(crate) fn answer_stall_queries(sets: &mut [ProcessSet], now: Instant) -> StepResult {
     for index in 0..sets.len() {
         let Some((number, stack)) = sets[index].take_answerable_question(now) else { continue };
         let mut waits: Vec<RankWait> =
             sets.iter().flat_map(|set| set.own_waited_operations(now)).collect();
         waits.sort_by_key(|wait| std::cmp::Reverse(wait.since));
         waits.truncate(MAX_NAMED_TENSORS);
-        sets[index].send_answer(number, &stack, &waits)?;
+        sets[index].send_stall_answer(number, &stack, &waits)?;
     }
     Ok(())
 }

@@ -11,12 +11,12 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use farandole_negotiation::{FrameReader, FrameWriter, MalformedFrame, Map};
+use farandole_negotiation::{FastHashMap, FrameReader, FrameWriter, MalformedFrame};
 use farandole_world::{ProcessSetId, Rank};
 
 use super::join::JOIN_TENSOR_NAME;
 use super::stall_inquiry::ConfirmedStall;
-use super::{FrameFailure, ProcessSet, Step, kind};
+use super::{FrameFailure, ProcessSet, StepResult, frame_kinds};
 use crate::{EngineSettings, StopCause};
 
 /// Longest time that the coordinator collects the reports of other nodes.
@@ -47,7 +47,7 @@ pub(super) struct StallWatch {
     pub(super) set: ProcessSetId,
     /// Age at which a tensor is reported.
     report_age: Duration,
-    cases: Map<Arc<str>, StallCase>,
+    cases: FastHashMap<Arc<str>, StallCase>,
 }
 
 impl StallWatch {
@@ -57,7 +57,11 @@ impl StallWatch {
         let halves =
             [Some(settings.collective_timeout / 2), settings.stall_shutdown.map(|time| time / 2)];
         let times = halves.into_iter().chain([settings.stall_check]).flatten();
-        Self { set, report_age: times.min().unwrap_or(Duration::MAX), cases: Map::default() }
+        Self {
+            set,
+            report_age: times.min().unwrap_or(Duration::MAX),
+            cases: FastHashMap::default(),
+        }
     }
 
     /// Forgets a tensor that is complete.
@@ -80,7 +84,7 @@ impl StallWatch {
 
 impl ProcessSet {
     /// Checks all time limits. Call it regularly while anything is pending.
-    pub(crate) fn check_stall_time_limits(&mut self, now: Instant) -> Step {
+    pub(crate) fn check_stall_time_limits(&mut self, now: Instant) -> StepResult {
         self.inquiries.note_executed_lists(self.lists, now);
         self.report_overdue_tensors(now)?;
         let due: Vec<Arc<str>> = self
@@ -99,7 +103,7 @@ impl ProcessSet {
         self.check_collective_timeout(now)
     }
 
-    fn report_overdue_tensors(&mut self, now: Instant) -> Step {
+    fn report_overdue_tensors(&mut self, now: Instant) -> StepResult {
         let report_age = self.watch.report_age;
         let mut asked = Vec::new();
         // Only incomplete tensors: what all ranks have submitted is no stall, even if another
@@ -150,7 +154,7 @@ impl ProcessSet {
             let age = now.saturating_duration_since(since).as_millis();
             writer.write_varint(u64::try_from(age).unwrap_or(u64::MAX));
             writer.write_varints(submitters.iter().map(|member| u64::from(*member)));
-            self.send_frame(0, kind::STALL_SUBMITTERS, &frame)?;
+            self.send_frame(0, frame_kinds::STALL_SUBMITTERS, &frame)?;
         }
         Ok(())
     }
@@ -169,7 +173,7 @@ impl ProcessSet {
         now: Instant,
     ) -> Result<(), FrameFailure> {
         if !self.is_coordinator() {
-            return Ok(self.send_frame(0, kind::STALL_SUBMITTERS, frame)?);
+            return Ok(self.send_frame(0, frame_kinds::STALL_SUBMITTERS, frame)?);
         }
         let mut reader = FrameReader(frame);
         let (name, operation) = (Arc::from(reader.read_text()?), reader.read_text()?.to_owned());
@@ -198,7 +202,7 @@ impl ProcessSet {
         reader.read_varints()?.into_iter().map(member).collect()
     }
 
-    fn confirm_stalled_tensor(&mut self, name: &Arc<str>, mut case: StallCase) -> Step {
+    fn confirm_stalled_tensor(&mut self, name: &Arc<str>, mut case: StallCase) -> StepResult {
         if let Some(tally) = self.pending.get(name) {
             let sources = tally.sources.clone();
             case.submitters
@@ -217,12 +221,12 @@ impl ProcessSet {
         let StallCase { since, submitters, operation, moves_no_data, .. } = case;
         self.inquiries
             .add_stall(name, ConfirmedStall { since, submitters, operation, moves_no_data });
-        self.send_to_children(kind::STALL_STATUS, &frame)
+        self.send_to_children(frame_kinds::STALL_STATUS, &frame)
     }
 
     pub(super) fn on_stall_status(&mut self, frame: &[u8]) -> Result<(), FrameFailure> {
         // Forwarded first, because members below have the longer way.
-        self.send_to_children(kind::STALL_STATUS, frame)?;
+        self.send_to_children(frame_kinds::STALL_STATUS, frame)?;
         let mut reader = FrameReader(frame);
         let name = reader.read_text()?;
         let submitters = self.read_members(&mut reader)?;
@@ -239,7 +243,7 @@ impl ProcessSet {
         }
     }
 
-    fn check_collective_timeout(&self, now: Instant) -> Step {
+    fn check_collective_timeout(&self, now: Instant) -> StepResult {
         let limit = self.options.settings.collective_timeout;
         let waiting =
             self.local.values().chain(self.joins.own_join()).min_by_key(|entry| entry.since);

@@ -185,7 +185,7 @@ impl Simulation {
         rows: Vec<u64>,
     ) {
         let count = if signature.call.has_variable_rows() { rows.iter().sum() } else { 1 };
-        let bytes = signature.unit_bytes() * count;
+        let bytes = signature.row_or_tensor_bytes() * count;
         let entry = PendingEntry {
             handle: RequestHandle(1),
             name: name.into(),
@@ -321,10 +321,10 @@ fn a_rank_that_lags_behind_many_evictions_is_still_understood() {
 #[test]
 fn a_forbidden_message_of_a_peer_stops_the_set_and_names_its_rank() {
     let mut world = Simulation::new(&[2], settings(2));
-    world.sets[1].send_frame(0, kind::TENSOR_ANNOUNCEMENT, &[0, 0, 99, 0]).unwrap();
+    world.sets[1].send_frame(0, frame_kinds::TENSOR_ANNOUNCEMENT, &[0, 0, 99, 0]).unwrap();
     let error = world.sets[0].poll(world.now, &mut Vec::new()).unwrap_err();
     assert_eq!(error.to_string(), "bad control message from rank 1: an unknown cache entry: 99");
-    world.sets[0].send_frame(0, kind::RESPONSE_LIST, &[9]).unwrap();
+    world.sets[0].send_frame(0, frame_kinds::RESPONSE_LIST, &[9]).unwrap();
     let error = world.sets[1].poll(world.now, &mut Vec::new()).unwrap_err();
     assert_eq!(error.to_string(), "bad control message from rank 0: a list out of order: 9");
 }

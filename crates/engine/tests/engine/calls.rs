@@ -360,7 +360,7 @@ fn a_driving_thread_gets_immediate_results_and_callbacks_get_the_others() {
             }
             let (sender, results) = channel();
             let callbacks = || {
-                let callback = |index: usize| -> farandole_engine::Callback {
+                let callback = |index: usize| -> farandole_engine::CompletionCallback {
                     let sender = sender.clone();
                     Box::new(move |result| sender.send((index, result)).unwrap())
                 };

@@ -53,7 +53,7 @@ impl DriverParkingAndLiveness for Host {
 
     fn send_heartbeat(&self) {
         if let Some(mesh) = &self.mesh {
-            mesh.record_heartbeat();
+            mesh.increment_own_heartbeat();
         }
     }
 }

@@ -161,7 +161,7 @@ fn operations_go_through_the_door_and_refusals_come_back() {
         EngineStatusCode::Success
     );
     assert_eq!((crate::join_count(), named(), named()), (1, ".1.0".to_owned(), ".1.1".to_owned()));
-    crate::record_join();
+    crate::restart_numbers_after_join();
     assert_eq!((crate::join_count(), named()), (2, ".2.0".to_owned()));
 
     let unknown = SubmissionHeader { process_set: 9, ..a_call(OperationCode::Allreduce) };

@@ -13,14 +13,14 @@
 //! to the engine, which moves them as bytes. Members that accumulate the same payloads in the same
 //! order get the same bits.
 
-mod cast;
-mod feedback;
+mod half_precision_compressors;
 mod int8;
+mod residual_feedback;
 mod top_k;
 
-pub use cast::{Bf16Compressor, Fp16Compressor};
-pub use feedback::encode_with_residual;
+pub use half_precision_compressors::{Bf16Compressor, Fp16Compressor};
 pub use int8::Int8Compressor;
+pub use residual_feedback::encode_with_residual;
 pub use top_k::TopKCompressor;
 
 use crate::{Error, Result};

@@ -6,7 +6,7 @@
 //! Products, sums and factors are `float64`. If the squared length of a vector is negligible, its
 //! factor is 1.
 
-use super::native::NativeElement;
+use super::native_elements::NativeElement;
 
 /// Squared length below which a vector counts as zero: the square root of the smallest normal
 /// `float64`.
@@ -103,10 +103,12 @@ impl AdasumProducts {
 fn compute_products<T: NativeElement + Into<f64>>(first: &[u8], second: &[u8]) -> AdasumProducts {
     let (mut dots, mut firsts, mut seconds) =
         ([0.0; PARALLEL_SUMS], [0.0; PARALLEL_SUMS], [0.0; PARALLEL_SUMS]);
-    for (a, b) in T::cells(first).chunks(PARALLEL_SUMS).zip(T::cells(second).chunks(PARALLEL_SUMS))
+    for (a, b) in T::value_chunks(first)
+        .chunks(PARALLEL_SUMS)
+        .zip(T::value_chunks(second).chunks(PARALLEL_SUMS))
     {
         for (lane, (a, b)) in a.iter().zip(b).enumerate() {
-            let (a, b): (f64, f64) = (T::get(*a).into(), T::get(*b).into());
+            let (a, b): (f64, f64) = (T::load_value(*a).into(), T::load_value(*b).into());
             dots[lane] += a * b;
             firsts[lane] += a * a;
             seconds[lane] += b * b;
@@ -125,10 +127,10 @@ fn combine_elements<T: NativeElement + Into<f64>>(
     other: &[u8],
     theirs: f64,
 ) {
-    for (a, b) in T::cells_mut(own).iter_mut().zip(T::cells(other)) {
-        let (x, y): (f64, f64) = (T::get(*a).into(), T::get(*b).into());
+    for (a, b) in T::value_chunks_mut(own).iter_mut().zip(T::value_chunks(other)) {
+        let (x, y): (f64, f64) = (T::load_value(*a).into(), T::load_value(*b).into());
         // The sum is computed in `float64` and rounded once.
-        *a = T::factor(mine * x + theirs * y).put();
+        *a = T::factor_from_f64(mine * x + theirs * y).store_value();
     }
 }
 

@@ -3,7 +3,7 @@
 
 //! Conversion between 8-bit floats and `f32`.
 
-use super::native::FloatElement;
+use super::native_elements::FloatElement;
 use super::staged::ElementFormat;
 
 /// 8-bit float of the OCP 8-bit Floating Point Specification (OFP8, revision 1.0, 2023): a sign, an
@@ -87,27 +87,27 @@ impl<const MANTISSA: u32, const BIAS: u32, const LAST: u32> ElementFormat
     type Acc = f32;
 
     #[inline(always)]
-    fn widen(bytes: &[u8], acc: &mut [f32]) {
+    fn widen_to_accumulators(bytes: &[u8], acc: &mut [f32]) {
         for (a, b) in acc.iter_mut().zip(bytes) {
             *a = Self::DECODED_VALUES[usize::from(*b)];
         }
     }
 
     #[inline(always)]
-    fn narrow(acc: &[f32], bytes: &mut [u8]) {
+    fn narrow_from_accumulators(acc: &[f32], bytes: &mut [u8]) {
         for (a, b) in acc.iter().zip(bytes) {
             *b = Self::encode_value(*a);
         }
     }
 
     #[inline(always)]
-    fn scale(acc: &mut [f32], factor: f64) {
-        f32::scale(acc, factor);
+    fn scale_accumulators(acc: &mut [f32], factor: f64) {
+        f32::scale_accumulators(acc, factor);
     }
 
     #[inline(always)]
-    fn mean(acc: &mut [f32], members: usize) {
-        f32::mean(acc, members);
+    fn divide_by_member_count(acc: &mut [f32], members: usize) {
+        f32::divide_by_member_count(acc, members);
     }
 }
 
@@ -117,7 +117,7 @@ mod tests {
 
     fn values<const M: u32, const B: u32, const L: u32>(codes: &[u8]) -> Vec<f32> {
         let mut values = vec![0.0; codes.len()];
-        Float8Format::<M, B, L>::widen(codes, &mut values);
+        Float8Format::<M, B, L>::widen_to_accumulators(codes, &mut values);
         values
     }
 

@@ -4,7 +4,7 @@
 //! Conversion between 16-bit floats and `f32`, rounding to nearest even. The bits are the same with
 //! and without F16C.
 
-use super::native::FloatElement;
+use super::native_elements::FloatElement;
 use super::staged::ElementFormat;
 
 /// Bfloat16: the upper half of an `f32`.
@@ -22,27 +22,27 @@ impl ElementFormat for Bf16Format {
     type Acc = f32;
 
     #[inline(always)]
-    fn widen(bytes: &[u8], acc: &mut [f32]) {
+    fn widen_to_accumulators(bytes: &[u8], acc: &mut [f32]) {
         for (a, b) in acc.iter_mut().zip(bytes.as_chunks().0) {
             *a = f32::from_bits(u32::from(u16::from_ne_bytes(*b)) << 16);
         }
     }
 
     #[inline(always)]
-    fn narrow(acc: &[f32], bytes: &mut [u8]) {
+    fn narrow_from_accumulators(acc: &[f32], bytes: &mut [u8]) {
         for (a, b) in acc.iter().zip(bytes.as_chunks_mut().0) {
             *b = bf16_from_f32(*a).to_ne_bytes();
         }
     }
 
     #[inline(always)]
-    fn scale(acc: &mut [f32], factor: f64) {
-        f32::scale(acc, factor);
+    fn scale_accumulators(acc: &mut [f32], factor: f64) {
+        f32::scale_accumulators(acc, factor);
     }
 
     #[inline(always)]
-    fn mean(acc: &mut [f32], members: usize) {
-        f32::mean(acc, members);
+    fn divide_by_member_count(acc: &mut [f32], members: usize) {
+        f32::divide_by_member_count(acc, members);
     }
 }
 
@@ -51,27 +51,27 @@ impl ElementFormat for SoftwareF16 {
     type Acc = f32;
 
     #[inline(always)]
-    fn widen(bytes: &[u8], acc: &mut [f32]) {
+    fn widen_to_accumulators(bytes: &[u8], acc: &mut [f32]) {
         for (a, b) in acc.iter_mut().zip(bytes.as_chunks().0) {
             *a = f32_from_f16(u16::from_ne_bytes(*b));
         }
     }
 
     #[inline(always)]
-    fn narrow(acc: &[f32], bytes: &mut [u8]) {
+    fn narrow_from_accumulators(acc: &[f32], bytes: &mut [u8]) {
         for (a, b) in acc.iter().zip(bytes.as_chunks_mut().0) {
             *b = f16_from_f32(*a).to_ne_bytes();
         }
     }
 
     #[inline(always)]
-    fn scale(acc: &mut [f32], factor: f64) {
-        f32::scale(acc, factor);
+    fn scale_accumulators(acc: &mut [f32], factor: f64) {
+        f32::scale_accumulators(acc, factor);
     }
 
     #[inline(always)]
-    fn mean(acc: &mut [f32], members: usize) {
-        f32::mean(acc, members);
+    fn divide_by_member_count(acc: &mut [f32], members: usize) {
+        f32::divide_by_member_count(acc, members);
     }
 }
 
@@ -81,7 +81,7 @@ impl ElementFormat for HardwareF16 {
     type Acc = f32;
 
     #[inline(always)]
-    fn widen(bytes: &[u8], acc: &mut [f32]) {
+    fn widen_to_accumulators(bytes: &[u8], acc: &mut [f32]) {
         use std::arch::x86_64::{_mm_loadu_si128, _mm256_cvtph_ps, _mm256_storeu_ps};
         let (eights, _) = bytes.as_chunks::<16>();
         let (lanes, _) = acc.as_chunks_mut::<8>();
@@ -98,11 +98,14 @@ impl ElementFormat for HardwareF16 {
             }
         }
         // Both conversions give the same bits, so the rest may take the other one.
-        SoftwareF16::widen(bytes.get(done * 2..).unwrap_or_default(), &mut acc[done..]);
+        SoftwareF16::widen_to_accumulators(
+            bytes.get(done * 2..).unwrap_or_default(),
+            &mut acc[done..],
+        );
     }
 
     #[inline(always)]
-    fn narrow(acc: &[f32], bytes: &mut [u8]) {
+    fn narrow_from_accumulators(acc: &[f32], bytes: &mut [u8]) {
         use std::arch::x86_64::{
             _MM_FROUND_TO_NEAREST_INT, _mm_storeu_si128, _mm256_cvtps_ph, _mm256_loadu_ps,
         };
@@ -110,24 +113,27 @@ impl ElementFormat for HardwareF16 {
         let (lanes, _) = acc.as_chunks::<8>();
         let done = eights.len().min(lanes.len()) * 8;
         for (a, b) in lanes.iter().zip(eights) {
-            // SAFETY: as in `widen`, with reading and writing exchanged.
+            // SAFETY: as in `widen_to_accumulators`, with reading and writing exchanged.
             unsafe {
                 let half =
                     _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm256_loadu_ps(a.as_ptr()));
                 _mm_storeu_si128(b.as_mut_ptr().cast(), half);
             }
         }
-        SoftwareF16::narrow(&acc[done..], bytes.get_mut(done * 2..).unwrap_or_default());
+        SoftwareF16::narrow_from_accumulators(
+            &acc[done..],
+            bytes.get_mut(done * 2..).unwrap_or_default(),
+        );
     }
 
     #[inline(always)]
-    fn scale(acc: &mut [f32], factor: f64) {
-        f32::scale(acc, factor);
+    fn scale_accumulators(acc: &mut [f32], factor: f64) {
+        f32::scale_accumulators(acc, factor);
     }
 
     #[inline(always)]
-    fn mean(acc: &mut [f32], members: usize) {
-        f32::mean(acc, members);
+    fn divide_by_member_count(acc: &mut [f32], members: usize) {
+        f32::divide_by_member_count(acc, members);
     }
 }
 

@@ -37,24 +37,24 @@
 )]
 
 mod adasum;
-mod dispatch;
 mod float8;
 mod half;
-mod native;
+mod kernel_selection;
+mod native_elements;
 mod neutral;
-mod order;
-mod spec;
+mod reduction_order;
+mod reduction_parameters;
 mod staged;
 
 use std::sync::Arc;
 
-use self::spec::BlockForm;
+use self::reduction_parameters::BlockForm;
 use crate::{DataType, Error, ReduceOp, Result};
 
 pub use adasum::{AdasumPrecision, AdasumProducts};
 pub use neutral::{fill_with_neutral_element, neutral_element};
-pub use order::ReductionOrder;
-pub use spec::{InstructionSet, ReductionSpec};
+pub use reduction_order::ReductionOrder;
+pub use reduction_parameters::{InstructionSet, ReductionSpec};
 
 /// Parentheses of a sum over the members of several hosts.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -82,7 +82,7 @@ impl HierarchicalOrder {
 /// Reduction with a chosen kernel. It is created once per operation and called once per block.
 pub struct BlockReducer {
     reduction: ReductionSpec,
-    kernel: dispatch::ReductionKernel,
+    kernel: kernel_selection::ReductionKernel,
     /// Order of the members; `None` if it is sequential.
     orders: Option<Arc<HierarchicalOrder>>,
     /// Order of the partial sums, if they are rounded between hosts.
@@ -140,7 +140,7 @@ impl BlockReducer {
         if scaled && reduction.dtype == DataType::Bool {
             return Err(refuse("booleans take no scale factors"));
         }
-        let kernel = dispatch::choose_kernel(&reduction, path)
+        let kernel = kernel_selection::choose_kernel(&reduction, path)
             .ok_or(Error::Unsupported { op: reduction.op, dtype: reduction.dtype })?;
         Ok(Self { reduction, kernel, orders, rounding })
     }

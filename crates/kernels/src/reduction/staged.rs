@@ -6,9 +6,9 @@
 
 use std::marker::PhantomData;
 
-use super::native::{FloatElement, NativeElement, ReductionOperator};
-use super::order::ReductionOrder;
-use super::spec::{BlockForm, InstructionSet};
+use super::native_elements::{FloatElement, NativeElement, ReductionOperator};
+use super::reduction_order::ReductionOrder;
+use super::reduction_parameters::{BlockForm, InstructionSet};
 
 /// Format of elements: conversion to accumulators and back.
 pub(super) trait ElementFormat: 'static {
@@ -17,12 +17,12 @@ pub(super) trait ElementFormat: 'static {
     /// Type of the accumulator.
     type Acc: NativeElement + Send + Sync;
 
-    fn widen(bytes: &[u8], acc: &mut [Self::Acc]);
-    fn narrow(acc: &[Self::Acc], bytes: &mut [u8]);
+    fn widen_to_accumulators(bytes: &[u8], acc: &mut [Self::Acc]);
+    fn narrow_from_accumulators(acc: &[Self::Acc], bytes: &mut [u8]);
     /// Multiplies by a factor. A value beyond the range of the element saturates.
-    fn scale(acc: &mut [Self::Acc], factor: f64);
+    fn scale_accumulators(acc: &mut [Self::Acc], factor: f64);
     /// Divides by the number of members.
-    fn mean(acc: &mut [Self::Acc], members: usize);
+    fn divide_by_member_count(acc: &mut [Self::Acc], members: usize);
 }
 
 /// Format of elements whose accumulators have the type of the elements.
@@ -39,27 +39,27 @@ macro_rules! float {
             type Acc = $type;
 
             #[inline(always)]
-            fn widen(form_bytes: &[u8], acc: &mut [$type]) {
-                for (a, b) in acc.iter_mut().zip(<$type as NativeElement>::cells(form_bytes)) {
-                    *a = <$type>::get(*b);
+            fn widen_to_accumulators(form_bytes: &[u8], acc: &mut [$type]) {
+                for (a, b) in acc.iter_mut().zip(<$type as NativeElement>::value_chunks(form_bytes)) {
+                    *a = <$type>::load_value(*b);
                 }
             }
 
             #[inline(always)]
-            fn narrow(acc: &[$type], form_bytes: &mut [u8]) {
-                for (a, b) in acc.iter().zip(<$type as NativeElement>::cells_mut(form_bytes)) {
-                    *b = a.put();
+            fn narrow_from_accumulators(acc: &[$type], form_bytes: &mut [u8]) {
+                for (a, b) in acc.iter().zip(<$type as NativeElement>::value_chunks_mut(form_bytes)) {
+                    *b = a.store_value();
                 }
             }
 
             #[inline(always)]
-            fn scale(acc: &mut [$type], factor: f64) {
-                <$type as FloatElement>::scale(acc, factor);
+            fn scale_accumulators(acc: &mut [$type], factor: f64) {
+                <$type as FloatElement>::scale_accumulators(acc, factor);
             }
 
             #[inline(always)]
-            fn mean(acc: &mut [$type], members: usize) {
-                <$type as FloatElement>::mean(acc, members);
+            fn divide_by_member_count(acc: &mut [$type], members: usize) {
+                <$type as FloatElement>::divide_by_member_count(acc, members);
             }
         }
     )+ };
@@ -88,30 +88,30 @@ macro_rules! integer {
             type Acc = $acc;
 
             #[inline(always)]
-            fn widen(form_bytes: &[u8], acc: &mut [$acc]) {
-                for (a, b) in acc.iter_mut().zip(<$type as NativeElement>::cells(form_bytes)) {
-                    *a = <$acc>::from(<$type>::get(*b));
+            fn widen_to_accumulators(form_bytes: &[u8], acc: &mut [$acc]) {
+                for (a, b) in acc.iter_mut().zip(<$type as NativeElement>::value_chunks(form_bytes)) {
+                    *a = <$acc>::from(<$type>::load_value(*b));
                 }
             }
 
             #[inline(always)]
-            fn narrow(acc: &[$acc], form_bytes: &mut [u8]) {
-                for (a, b) in acc.iter().zip(<$type as NativeElement>::cells_mut(form_bytes)) {
-                    *b = narrowed!($narrow, $type, *a).put();
+            fn narrow_from_accumulators(acc: &[$acc], form_bytes: &mut [u8]) {
+                for (a, b) in acc.iter().zip(<$type as NativeElement>::value_chunks_mut(form_bytes)) {
+                    *b = narrowed!($narrow, $type, *a).store_value();
                 }
             }
 
             #[inline(always)]
             #[expect(clippy::cast_possible_truncation, reason = "truncates toward zero and \
                                                                  saturates")]
-            fn scale(acc: &mut [$acc], factor: f64) {
+            fn scale_accumulators(acc: &mut [$acc], factor: f64) {
                 for a in acc {
                     *a = <$acc>::from((*a as f64 * factor) as $type);
                 }
             }
 
             #[inline(always)]
-            fn mean(acc: &mut [$acc], members: usize) {
+            fn divide_by_member_count(acc: &mut [$acc], members: usize) {
                 // Cannot fail: only an Average divides, and its accumulators have 64 bits or more.
                 let Ok(members) = <$acc>::try_from(members) else { return };
                 for a in acc {
@@ -179,44 +179,44 @@ macro_rules! stages {
             use super::{ElementFormat, ReductionOperator, NativeElement};
 
             $(#[target_feature(enable = $features)])?
-            pub(super) fn widen<F: ElementFormat>(form_bytes: &[u8], acc: &mut [F::Acc]) {
-                F::widen(form_bytes, acc);
+            pub(super) fn widen_to_accumulators<F: ElementFormat>(form_bytes: &[u8], acc: &mut [F::Acc]) {
+                F::widen_to_accumulators(form_bytes, acc);
             }
 
             $(#[target_feature(enable = $features)])?
-            pub(super) fn merge<A: Copy, J: ReductionOperator<A>>(acc: &mut [A], other: &[A]) {
+            pub(super) fn merge_accumulator_blocks<A: Copy, J: ReductionOperator<A>>(acc: &mut [A], other: &[A]) {
                 for (a, b) in acc.iter_mut().zip(other) {
-                    *a = J::join(*a, *b);
+                    *a = J::combine_values(*a, *b);
                 }
             }
 
             $(#[target_feature(enable = $features)])?
-            pub(super) fn load<A: NativeElement>(form_bytes: &[u8], acc: &mut [A]) {
-                for (a, b) in acc.iter_mut().zip(A::cells(form_bytes)) {
-                    *a = A::get(*b);
+            pub(super) fn load_accumulators<A: NativeElement>(form_bytes: &[u8], acc: &mut [A]) {
+                for (a, b) in acc.iter_mut().zip(A::value_chunks(form_bytes)) {
+                    *a = A::load_value(*b);
                 }
             }
 
             $(#[target_feature(enable = $features)])?
-            pub(super) fn store<A: NativeElement>(acc: &[A], form_bytes: &mut [u8]) {
-                for (a, b) in acc.iter().zip(A::cells_mut(form_bytes)) {
-                    *b = a.put();
+            pub(super) fn store_accumulators<A: NativeElement>(acc: &[A], form_bytes: &mut [u8]) {
+                for (a, b) in acc.iter().zip(A::value_chunks_mut(form_bytes)) {
+                    *b = a.store_value();
                 }
             }
 
             $(#[target_feature(enable = $features)])?
-            pub(super) fn narrow<F: ElementFormat>(acc: &[F::Acc], form_bytes: &mut [u8]) {
-                F::narrow(acc, form_bytes);
+            pub(super) fn narrow_from_accumulators<F: ElementFormat>(acc: &[F::Acc], form_bytes: &mut [u8]) {
+                F::narrow_from_accumulators(acc, form_bytes);
             }
 
             $(#[target_feature(enable = $features)])?
-            pub(super) fn scale<F: ElementFormat>(acc: &mut [F::Acc], factor: f64) {
-                F::scale(acc, factor);
+            pub(super) fn scale_accumulators<F: ElementFormat>(acc: &mut [F::Acc], factor: f64) {
+                F::scale_accumulators(acc, factor);
             }
 
             $(#[target_feature(enable = $features)])?
-            pub(super) fn mean<F: ElementFormat>(acc: &mut [F::Acc], members: usize) {
-                F::mean(acc, members);
+            pub(super) fn divide_by_member_count<F: ElementFormat>(acc: &mut [F::Acc], members: usize) {
+                F::divide_by_member_count(acc, members);
             }
         }
     };
@@ -239,25 +239,29 @@ impl<A: NativeElement> StagedKernel<A> {
             #[cfg(target_arch = "x86_64")]
             InstructionSet::Avx2 | InstructionSet::Avx512 => Self {
                 size,
-                widen: avx2::widen::<F>,
-                load: avx2::load::<A>,
-                merge: avx2::merge::<A, J>,
-                narrow: avx2::narrow::<F>,
-                store: avx2::store::<A>,
-                scale: avx2::scale::<F>,
-                mean: mean.map(|members| (avx2::mean::<F> as MeanByMemberCount<A>, members)),
+                widen: avx2::widen_to_accumulators::<F>,
+                load: avx2::load_accumulators::<A>,
+                merge: avx2::merge_accumulator_blocks::<A, J>,
+                narrow: avx2::narrow_from_accumulators::<F>,
+                store: avx2::store_accumulators::<A>,
+                scale: avx2::scale_accumulators::<F>,
+                mean: mean.map(|members| {
+                    (avx2::divide_by_member_count::<F> as MeanByMemberCount<A>, members)
+                }),
                 prescale,
                 postscale,
             },
             _ => Self {
                 size,
-                widen: baseline::widen::<F>,
-                load: baseline::load::<A>,
-                merge: baseline::merge::<A, J>,
-                narrow: baseline::narrow::<F>,
-                store: baseline::store::<A>,
-                scale: baseline::scale::<F>,
-                mean: mean.map(|members| (baseline::mean::<F> as MeanByMemberCount<A>, members)),
+                widen: baseline::widen_to_accumulators::<F>,
+                load: baseline::load_accumulators::<A>,
+                merge: baseline::merge_accumulator_blocks::<A, J>,
+                narrow: baseline::narrow_from_accumulators::<F>,
+                store: baseline::store_accumulators::<A>,
+                scale: baseline::scale_accumulators::<F>,
+                mean: mean.map(|members| {
+                    (baseline::divide_by_member_count::<F> as MeanByMemberCount<A>, members)
+                }),
                 prescale,
                 postscale,
             },
@@ -285,7 +289,7 @@ pub(super) trait StagedReduction: Send + Sync {
 }
 
 impl<A: NativeElement + Send + Sync> StagedKernel<A> {
-    fn form_bytes(&self, form: BlockForm) -> usize {
+    fn element_bytes_in_form(&self, form: BlockForm) -> usize {
         match form {
             BlockForm::Element | BlockForm::Rounded => self.size,
             BlockForm::Partial => size_of::<A>(),
@@ -348,7 +352,7 @@ impl<A: NativeElement + Send + Sync> StagedKernel<A> {
         inputs: &[&[u8]],
         out: &mut [u8],
     ) {
-        let (read, written) = (self.form_bytes(from), self.form_bytes(to));
+        let (read, written) = (self.element_bytes_in_form(from), self.element_bytes_in_form(to));
         let elements = inputs.iter().map(|input| input.len()).min().unwrap_or(0) / read;
         let elements = elements.min(out.len() / written);
         // A small tensor gets a small stack, which is allocated for each call.
@@ -362,7 +366,7 @@ impl<A: NativeElement + Send + Sync> StagedKernel<A> {
                 // SAFETY: the caller's promise.
                 unsafe { self.read_block(from, &input[start * read..(start + count) * read], top) };
                 height += 1;
-                for _ in 0..order.merges_after(k) {
+                for _ in 0..order.merges_after_input(k) {
                     height -= 1;
                     let (below, top) = stack.split_at_mut(height * block);
                     let into = &mut below[(height - 1) * block..(height - 1) * block + count];
@@ -397,7 +401,7 @@ impl<A: NativeElement + Send + Sync> StagedReduction for StagedKernel<A> {
         // On the stack, because an allocation in each call would cost as much as a small block.
         let (mut acc, mut next) =
             ([A::default(); STAGED_BLOCK_ELEMENTS], [A::default(); STAGED_BLOCK_ELEMENTS]);
-        let (read, written) = (self.form_bytes(from), self.form_bytes(to));
+        let (read, written) = (self.element_bytes_in_form(from), self.element_bytes_in_form(to));
         let elements = inputs.iter().map(|input| input.len()).min().unwrap_or(0) / read;
         let elements = elements.min(out.len() / written);
         for start in (0..elements).step_by(STAGED_BLOCK_ELEMENTS) {

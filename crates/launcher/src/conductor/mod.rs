@@ -218,7 +218,12 @@ impl Conductor {
     }
 
     /// Awaits the ends of workers from a new connection, the next in order.
-    pub(crate) fn await_connection(&mut self, now: Duration, host: String, tasks: Vec<u32>) {
+    pub(crate) fn expect_ends_from_connection(
+        &mut self,
+        now: Duration,
+        host: String,
+        tasks: Vec<u32>,
+    ) {
         let connection = WorkerExitChannel::Connection(self.connections.len());
         tasks.into_iter().for_each(|task| self.expect_worker_end(task, connection));
         self.connections.push(HostConnection {
@@ -573,7 +578,7 @@ impl Conductor {
                 let reason = format!("it has not answered within {now:.1?}");
                 self.errors.push(Error::Host { host, reason });
             } else if (is_late && (is_silent || has_no_use_for_results))
-                || tasks.iter().all(|task| self.is_gone(now, *task))
+                || tasks.iter().all(|task| self.is_agent_gone(now, *task))
             {
                 tracing::info!(?tasks, host, "stop waiting for the reports of these tasks");
                 let error = self.connections[number].lost.take();
@@ -588,14 +593,14 @@ impl Conductor {
         let is_unheard = has_time_passed(now, self.over_at, self.rules.exit_report_timeout);
         let adopted = self.tasks.iter().filter(|(task, state)| {
             state.awaited == Some(WorkerExitChannel::RegistrarOnly)
-                && (is_unheard || self.is_gone(now, **task))
+                && (is_unheard || self.is_agent_gone(now, **task))
         });
         let adopted: Vec<u32> = adopted.map(|(task, _)| *task).collect();
         self.stop_expecting_ends(&adopted);
     }
 
     /// Returns whether no report of a worker's agent is to be expected.
-    fn is_gone(&self, now: Duration, task: u32) -> bool {
+    fn is_agent_gone(&self, now: Duration, task: u32) -> bool {
         let is_over = self.over_at.is_some();
         let end_timeout = if is_over { JOB_END_TIMEOUT } else { DISMISSED_WORKER_TIMEOUT };
         self.tasks.get(&task).is_some_and(|task| {

@@ -109,7 +109,7 @@ impl SimulatedJob {
                 continue;
             }
             let host = format!("host-{connection}");
-            self.conductor.await_connection(self.now, host, tasks);
+            self.conductor.expect_ends_from_connection(self.now, host, tasks);
             let at = milliseconds(&mut self.rng, 2_000..20_000);
             let fate = match self.rng.random_range(0..12) {
                 0 => ConnectionFate::FallsSilent(at),

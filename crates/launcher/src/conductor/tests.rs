@@ -66,7 +66,7 @@ fn elastic_report(ranks: &[u32], tasks: &[u32], inputs: Vec<ConductorInput>) -> 
 /// registrar heard the agents.
 fn disconnected_job(tasks: &[u32]) -> Conductor {
     let mut conductor = conductor(false);
-    conductor.await_connection(NOW, "far".to_owned(), tasks.to_vec());
+    conductor.expect_ends_from_connection(NOW, "far".to_owned(), tasks.to_vec());
     let mut inputs = vec![ConductorInput::ConnectionReady { connection: 0 }];
     inputs.extend(
         tasks

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use farandole_config::PortRange;
 use farandole_launcher::{Agent, AgentTask, Error, OutputTarget, WorkerOutcome};
-use farandole_registrar::{ExitKind, Registrar, RegistrarOptions, TaskClient, host};
+use farandole_registrar::{ExitKind, Registrar, RegistrarOptions, TaskClient, local_host_facts};
 use farandole_telemetry::{RecordSink, WorkerRecord};
 use farandole_world::{Rank, TaskId};
 use parking_lot::Mutex;
@@ -301,7 +301,7 @@ fn an_agent_cancelled_while_it_waits_for_rank_0_says_why() {
     // Takes a rank, and never says where to meet.
     let deadline = Instant::now() + LIMIT;
     let first = TaskClient::connect(registrar.ticket(), TaskId(0), None, deadline).unwrap();
-    first.register_task(0, &host::host_facts(), deadline).unwrap();
+    first.register_task(0, &local_host_facts::host_facts(), deadline).unwrap();
     first.await_assignment(deadline).unwrap();
     agent.cancel_worker("changed my mind");
     let outcome = outcome(&agent);

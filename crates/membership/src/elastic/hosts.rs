@@ -52,7 +52,7 @@ impl ElasticHosts {
     }
 
     /// Marks the hosts as outdated: no worker is started until a new list of hosts is given.
-    pub(super) fn mark_outdated(&mut self) {
+    pub(super) fn mark_hosts_outdated(&mut self) {
         self.outdated = true;
     }
 
@@ -85,7 +85,7 @@ impl ElasticHosts {
 
     /// Records that a worker failed on a host. Failures during a cooldown count as the failure that
     /// caused the cooldown.
-    pub(super) fn record_failure(&mut self, now: Duration, name: &str) {
+    pub(super) fn record_host_failure(&mut self, now: Duration, name: &str) {
         let (shortest, longest) = self.cooldown;
         let Some(host) = self.all.iter_mut().find(|host| host.name == name) else { return };
         if host.cool_at.is_some_and(|until| now < until) {
@@ -202,7 +202,7 @@ mod tests {
         let mut now = Duration::ZERO;
         let mut waits = Vec::new();
         for _ in 0..7 {
-            hosts.record_failure(now, "a");
+            hosts.record_host_failure(now, "a");
             assert!(vacant(&hosts, now, &[]).is_empty());
             let until = hosts.all[0].cool_at.unwrap();
             waits.push(until - now);
@@ -211,7 +211,7 @@ mod tests {
         }
         assert!(waits[0] >= SECOND && waits[0] <= 2 * SECOND, "{waits:?}");
         assert!(waits.is_sorted() && waits[6] == 20 * SECOND, "{waits:?}");
-        hosts.record_failure(now + 100 * SECOND, "a");
+        hosts.record_host_failure(now + 100 * SECOND, "a");
         assert!(hosts.all[0].cool_at.unwrap() <= now + 102 * SECOND);
     }
 
@@ -228,7 +228,7 @@ mod tests {
                 "not longer each time"
             );
         }
-        hosts.record_failure(100 * SECOND, "a");
+        hosts.record_host_failure(100 * SECOND, "a");
         let cooled = hosts.all[0].cool_at;
         hosts.block_new_workers(100 * SECOND, "a");
         assert_eq!(hosts.all[0].cool_at, cooled, "a failure counts for longer");

@@ -34,16 +34,16 @@
 
 #[cfg(test)]
 mod costs;
-mod forming;
+mod formation_decisions;
 mod hosts;
-mod losses;
+mod journal_steps;
 mod rank_order;
-mod scaling;
 #[cfg(test)]
 mod simulation;
-mod steps;
 #[cfg(test)]
 mod tests;
+mod worker_losses;
+mod worker_scaling;
 mod world;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -52,12 +52,12 @@ use std::time::Duration;
 use farandole_world::{Generation, HostHash, TaskId, World, assign_ranks_as_listed};
 use serde::{Deserialize, Serialize};
 
-use crate::decisions::{
+use crate::exit::GenerationVerdict;
+use crate::inputs_and_decisions::{
     AgentPresence, LivenessLimits, MembershipDecision, MembershipInput, RegistrationRefusal,
 };
-use crate::exit::GenerationVerdict;
 use hosts::ElasticHosts;
-pub use steps::{ElasticStepInput, JournalStep};
+pub use journal_steps::{ElasticStepInput, JournalStep};
 use world::{CurrentWorld, LossCause};
 
 /// The rules of [`ElasticMembership`].
@@ -168,7 +168,7 @@ pub struct ElasticMembership {
     last_loss: Option<String>,
     /// After a restart: the time until which workers that others have lost may connect again.
     returning_until: Duration,
-    #[serde(with = "steps::pair_map_as_list")]
+    #[serde(with = "journal_steps::pair_map_as_list")]
     quarrels: BTreeMap<(TaskId, TaskId), u32>,
     /// Once the job is over: workers whose ends are not reported yet, and their hosts. They may not
     /// know that the job is over.
@@ -235,7 +235,7 @@ impl ElasticMembership {
         session: u64,
         host_hash: HostHash,
     ) -> Result<Vec<MembershipDecision>, RegistrationRefusal> {
-        self.check_open()?;
+        self.check_job_open()?;
         if !self.workers.contains_key(&task) {
             // A number that was used before belongs to a worker that is gone, and must not come
             // back.
@@ -270,7 +270,7 @@ impl ElasticMembership {
         after: Generation,
         suspects: BTreeSet<TaskId>,
     ) -> Result<Vec<MembershipDecision>, RegistrationRefusal> {
-        self.check_open()?;
+        self.check_job_open()?;
         let generation = self.generation;
         let Some(worker) = self.workers.get_mut(&task) else {
             return Err(RegistrationRefusal::Dismissed { task });
@@ -293,7 +293,7 @@ impl ElasticMembership {
                 if let Some(present) = &mut self.present
                     && let Some(rank) = present.task_rank(task)
                 {
-                    present.mark_broken(now, format!("rank {rank} asked for the next world"));
+                    present.mark_world_broken(now, format!("rank {rank} asked for the next world"));
                 }
             }
         }
@@ -358,7 +358,7 @@ impl ElasticMembership {
         decisions
     }
 
-    fn check_open(&self) -> Result<(), RegistrationRefusal> {
+    fn check_job_open(&self) -> Result<(), RegistrationRefusal> {
         match &self.phase {
             ElasticPhase::Open => Ok(()),
             ElasticPhase::Aborted { reason } => {
@@ -423,7 +423,7 @@ impl ElasticMembership {
         }
         self.decide_next_world(now, &mut decisions);
         if matches!(self.phase, ElasticPhase::Open) {
-            self.announce_changes(&mut decisions);
+            self.announce_world_change(&mut decisions);
         }
         decisions
     }

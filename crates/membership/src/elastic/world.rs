@@ -95,20 +95,20 @@ impl CurrentWorld {
     }
 
     /// Marks the world as broken; the first reason counts.
-    pub(super) fn mark_broken(&mut self, now: Duration, reason: String) {
+    pub(super) fn mark_world_broken(&mut self, now: Duration, reason: String) {
         // Later reasons are consequences of the first.
         self.broken.get_or_insert((now, reason));
     }
 
     /// Records a member's failure.
-    pub(super) fn record_failure(
+    pub(super) fn record_member_failure(
         &mut self,
         now: Duration,
         task: TaskId,
         sentence: String,
         cause: &LossCause,
     ) {
-        self.mark_broken(now, sentence.clone());
+        self.mark_world_broken(now, sentence.clone());
         self.failures.push(MemberFailure { task, sentence, cause: cause.clone() });
     }
 
@@ -147,7 +147,7 @@ impl CurrentWorld {
     }
 
     /// Records the announced change, and returns whether it is new to the members.
-    pub(super) fn announce_changes(&mut self, removed: bool, added: bool) -> bool {
+    pub(super) fn record_announced_changes(&mut self, removed: bool, added: bool) -> bool {
         // A flag that goes back to false needs no interruption of the members.
         let is_new = (removed && !self.announced_host_changes.0)
             || (added && !self.announced_host_changes.1);

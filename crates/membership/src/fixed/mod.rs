@@ -11,7 +11,7 @@
 //! ```
 
 mod registration;
-mod running;
+mod running_generation;
 #[cfg(test)]
 mod simulation;
 #[cfg(test)]
@@ -24,12 +24,12 @@ use farandole_world::{
     Generation, HostHash, TaskId, TaskPlacement, assign_in_task_order, assign_ranks,
 };
 
-use crate::decisions::{
+use crate::exit::GenerationVerdict;
+use crate::inputs_and_decisions::{
     AgentPresence, LivenessLimits, MembershipDecision, MembershipInput, RegistrationRefusal,
 };
-use crate::exit::GenerationVerdict;
-use registration::Registration;
-use running::RunningGeneration;
+use registration::TaskRegistration;
+use running_generation::RunningGeneration;
 
 pub use registration::MembershipOptions;
 
@@ -46,7 +46,7 @@ pub struct FixedMembership {
     options: MembershipOptions,
     phase: MembershipPhase,
     generation: Generation,
-    waiting: BTreeMap<TaskId, Registration>,
+    waiting: BTreeMap<TaskId, TaskRegistration>,
     running: Option<RunningGeneration>,
     /// The highest attempt of each task so far. Messages of earlier attempts are ignored.
     fences: BTreeMap<TaskId, u64>,
@@ -92,7 +92,7 @@ impl FixedMembership {
         session: u64,
         host: HostHash,
     ) -> Result<(Generation, Vec<MembershipDecision>), RegistrationRefusal> {
-        self.check_open(task)?;
+        self.check_job_open(task)?;
         if let Some(running) = &mut self.running
             && let Some(member) = running.member_mut(task)
         {
@@ -130,7 +130,7 @@ impl FixedMembership {
         }
         self.waiting.insert(
             task,
-            Registration { attempt, session, host, presence: AgentPresence::seen_at(now) },
+            TaskRegistration { attempt, session, host, presence: AgentPresence::seen_at(now) },
         );
         decisions.extend(self.assign_generation(now));
         let part_of =
@@ -173,7 +173,7 @@ impl FixedMembership {
         self.make_due_decisions(now)
     }
 
-    fn check_open(&self, task: TaskId) -> Result<(), RegistrationRefusal> {
+    fn check_job_open(&self, task: TaskId) -> Result<(), RegistrationRefusal> {
         match &self.phase {
             MembershipPhase::Aborted { reason } => {
                 return Err(RegistrationRefusal::Aborted { reason: reason.clone() });

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use farandole_world::HostHash;
 
-use crate::decisions::{AgentPresence, LivenessLimits};
+use crate::inputs_and_decisions::{AgentPresence, LivenessLimits};
 
 /// The rules of [`FixedMembership`](super::FixedMembership).
 #[derive(Clone, Debug)]
@@ -25,7 +25,7 @@ pub struct MembershipOptions {
 
 /// The latest registration of a task.
 #[derive(Clone, Debug)]
-pub(super) struct Registration {
+pub(super) struct TaskRegistration {
     pub(super) attempt: u64,
     pub(super) session: u64,
     pub(super) host: HostHash,

@@ -11,7 +11,7 @@ use arrow::compute::kernels::zip::zip;
 use arrow::datatypes::{ArrowPrimitiveType, DataType};
 
 use super::context::ConversionContext;
-use super::exact;
+use super::times_and_decimals;
 use crate::error::{Error, Result};
 
 impl ConversionContext<'_> {
@@ -42,7 +42,7 @@ impl ConversionContext<'_> {
         let texts: ArrayRef = Arc::new(StringArray::from(vec![text]));
         let is_text = matches!(kind, DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View);
         let value = if source.is_temporal() {
-            exact::parse_time_replacement(&texts, source)
+            times_and_decimals::parse_time_replacement(&texts, source)
         } else {
             // Every text fits a text column, so a number for all columns would be written there as
             // digits.

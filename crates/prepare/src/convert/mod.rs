@@ -4,10 +4,10 @@
 //! Converts each Arrow type.
 
 mod context;
-mod exact;
 mod fill;
 #[cfg(test)]
 mod tests;
+mod times_and_decimals;
 
 use std::sync::Arc;
 
@@ -118,9 +118,9 @@ fn convert_scalars(
     };
     let what = if per_row.is_some() { "nulls inside arrays" } else { "nulls" };
     let per_row = per_row.unwrap_or(1);
-    let converted = match exact::times_as_integers(origin, array, per_row)? {
+    let converted = match times_and_decimals::times_as_integers(origin, array, per_row)? {
         Some(times) => times,
-        None => match exact::decimals_as_floats(array) {
+        None => match times_and_decimals::decimals_as_floats(array) {
             Some(floats) => floats,
             None => origin.cast_array(array, &to)?,
         },

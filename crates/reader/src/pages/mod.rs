@@ -9,15 +9,15 @@
 
 mod chunk;
 mod codec;
+mod delta_lengths;
 mod hybrid;
-mod lengths;
 mod page_header_sizes;
 mod page_index;
 mod thrift;
 mod values;
 
 pub(crate) use chunk::{ChunkDecodeError, ChunkRequest, DecodeScratch, LevelLayout, decode_chunk};
-pub(crate) use lengths::check_claimed_lengths;
+pub(crate) use delta_lengths::check_claimed_lengths;
 pub(crate) use page_header_sizes::{PageHeaderSizes, check_page_header_sizes};
 pub(crate) use page_index::{PageIndex, PageLookupError, find_pages, needed_ranges};
 pub(crate) use values::ValueStorage;

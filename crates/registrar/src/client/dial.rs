@@ -12,7 +12,7 @@ use tonic::transport::{Channel, ClientTlsConfig, Endpoint};
 
 use crate::error::{Error, Result};
 use crate::server::LINK_STREAM_WINDOW_BYTES;
-use crate::ticket::{Fingerprint, Ticket};
+use crate::ticket::{CertificateFingerprint, Ticket};
 use crate::tls::{PinnedCertVerifier, SERVER_NAME};
 
 /// Head start of an address over the next one (RFC 8305). If all tasks of a large job connect at
@@ -111,7 +111,7 @@ async fn dial_all_addresses(
 
 async fn connect_to_address(
     address: &str,
-    fingerprint: Fingerprint,
+    fingerprint: CertificateFingerprint,
     for_links: bool,
 ) -> std::result::Result<Channel, ConnectFailure> {
     let tls = ClientTlsConfig::new().domain_name(SERVER_NAME);
@@ -160,7 +160,10 @@ pub(super) async fn open_link_channel(ticket: &Ticket, address: &str) -> Result<
 }
 
 /// Returns whether the registrar with this certificate answers at an address.
-pub(super) async fn is_registrar_answering(address: &str, fingerprint: Fingerprint) -> bool {
+pub(super) async fn is_registrar_answering(
+    address: &str,
+    fingerprint: CertificateFingerprint,
+) -> bool {
     connect_to_address(address, fingerprint, false).await.is_ok()
 }
 

@@ -17,7 +17,7 @@ use super::authenticated_channel::AuthenticatedChannel;
 use super::cancellation::CancellationToken;
 use super::dial;
 use crate::generated as wire;
-use crate::ticket::Fingerprint;
+use crate::ticket::CertificateFingerprint;
 use crate::wire::PROTOCOL_VERSION;
 
 /// Time between two heartbeats.
@@ -44,7 +44,7 @@ pub enum RegistrarOrder {
     Stop(GenerationVerdict),
 }
 
-type OnOrder = Box<dyn FnMut(RegistrarOrder) + Send>;
+type OrderCallback = Box<dyn FnMut(RegistrarOrder) + Send>;
 
 /// The arguments of an agent's registration, after it has registered.
 pub(super) type RepeatableRegistration = Arc<Mutex<Option<wire::RegisterRequest>>>;
@@ -54,7 +54,7 @@ pub(super) struct RegistrarMonitor {
     pub(super) caller: AuthenticatedChannel,
     pub(super) address: String,
     /// The digest of the registrar's certificate.
-    pub(super) fingerprint: Fingerprint,
+    pub(super) fingerprint: CertificateFingerprint,
     pub(super) session: u64,
     pub(super) offer: RepeatableRegistration,
     /// Longest outage of the registrar.
@@ -67,7 +67,7 @@ impl RegistrarMonitor {
     /// Sends heartbeats while the client lives. Calls `on_order` with each order of the registrar,
     /// and with `Stop` when the registrar has been gone for `outage_timeout`, or when its process
     /// has been stopped for `STOPPED_PROCESS_FACTOR` times as long.
-    pub(super) async fn run_heartbeats(self, on_order: OnOrder) {
+    pub(super) async fn run_heartbeats(self, on_order: OrderCallback) {
         let Self { caller, address, fingerprint, session, offer, outage_timeout, lost } = self;
         let mut orders = RegistrarOrderForwarder { on_order, stopped: false };
         let mut last_answer_at = Instant::now();
@@ -95,7 +95,8 @@ impl RegistrarMonitor {
             };
             let silent = last_answer_at.elapsed();
             if silent >= STOPPED_PROCESS_FACTOR * outage_timeout
-                || (silent >= outage_timeout && !may_be_alive(&address, fingerprint, ended).await)
+                || (silent >= outage_timeout
+                    && !may_registrar_be_alive(&address, fingerprint, ended).await)
             {
                 // Before the order: calls of this agent that still wait must not delay the end of
                 // its worker.
@@ -103,7 +104,7 @@ impl RegistrarMonitor {
                 let reason =
                     format!("lost the registrar for {:.1?}: {reason}", last_answer_at.elapsed());
                 // The driver may have restarted when the tasks ask again.
-                orders.stop(GenerationVerdict { reason, cause: None, retry: true });
+                orders.forward_stop_once(GenerationVerdict { reason, cause: None, retry: true });
                 return;
             }
             tokio::time::sleep(RECONNECT_INTERVAL).await;
@@ -116,12 +117,12 @@ impl RegistrarMonitor {
 
 /// Passes the registrar's orders on: `Stop` only once.
 struct RegistrarOrderForwarder {
-    on_order: OnOrder,
+    on_order: OrderCallback,
     stopped: bool,
 }
 
 impl RegistrarOrderForwarder {
-    fn stop(&mut self, verdict: GenerationVerdict) {
+    fn forward_stop_once(&mut self, verdict: GenerationVerdict) {
         // The registrar repeats the verdict on each new connection.
         if !std::mem::replace(&mut self.stopped, true) {
             (self.on_order)(RegistrarOrder::Stop(verdict));
@@ -140,7 +141,11 @@ pub(super) async fn is_connection_refused(address: &str) -> bool {
 /// connections, and they stay silent. If its process has ended, or its host is down or cut off,
 /// connections fail, unless another process has taken the port. Another process shows another
 /// certificate or none; or it is silent, and the registrar had `ended` before.
-async fn may_be_alive(address: &str, fingerprint: Fingerprint, ended: bool) -> bool {
+async fn may_registrar_be_alive(
+    address: &str,
+    fingerprint: CertificateFingerprint,
+    ended: bool,
+) -> bool {
     let knock = tokio::time::timeout(PROBE_TIMEOUT, tokio::net::TcpStream::connect(address));
     if !knock.await.is_ok_and(|answer| answer.is_ok()) {
         return false;
@@ -196,7 +201,7 @@ async fn run_heartbeat_session(
                         (orders.on_order)(RegistrarOrder::Interrupt);
                     }
                     if let Some(verdict) = directive.stop {
-                        orders.stop(verdict.into());
+                        orders.forward_stop_once(verdict.into());
                     }
                 }
                 Ok(None) | Err(_) => return Ok(Instant::now()),
@@ -286,7 +291,7 @@ mod tests {
         let ticket = registrar.ticket().with_addresses(&[way.address.to_string()]);
         let deadline = Instant::now() + Duration::from_secs(30);
         let client = TaskClient::connect(&ticket, TaskId(0), None, deadline).unwrap();
-        client.register_task(0, &crate::host::host_facts(), deadline).unwrap();
+        client.register_task(0, &crate::local_host_facts::host_facts(), deadline).unwrap();
         let (sender, ended) = std::sync::mpsc::channel();
         client.start_heartbeats(OUTAGE, move |order| drop(sender.send(order)));
         // Wait for the first heartbeat.

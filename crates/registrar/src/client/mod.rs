@@ -7,7 +7,7 @@
 mod authenticated_channel;
 mod cancellation;
 mod dial;
-mod elastic;
+mod elastic_worker_calls;
 mod formation;
 mod heartbeat;
 mod key_value;
@@ -39,16 +39,16 @@ use tonic::{Code, Response, Status, Streaming};
 
 use self::authenticated_channel::AuthenticatedChannel;
 pub use self::cancellation::CancellationToken;
-pub use self::elastic::HostChange;
+pub use self::elastic_worker_calls::HostChange;
 pub use self::formation::FormationOutcome;
 pub use self::heartbeat::RegistrarOrder;
 use self::outbox::RecordOutbox;
 pub use self::relay::RelayedLinks;
-use crate::convert::{self, duration_millis};
 use crate::error::{Error, Result};
 use crate::generated as wire;
 use crate::ticket::Ticket;
 use crate::wire::{DISMISSED_HEADER, PROTOCOL_HEADER, PROTOCOL_VERSION, RETRY_HEADER};
+use crate::wire_conversions::{self, duration_millis};
 
 /// Longest time that a call waits at the registrar before the call is repeated.
 const MAX_SERVER_WAIT: Duration = Duration::from_secs(30);
@@ -294,7 +294,7 @@ impl TaskClient {
                     }
                 })?;
             if let Some(world) = reply.world {
-                let world = convert::decode_world(world, self.task_id())
+                let world = wire_conversions::decode_world(world, self.task_id())
                     .map_err(|reason| self.malformed_reply("the wait for ranks", reason))?;
                 self.inner.caller.generation.store(world.generation.0, Ordering::Release);
                 return Ok(world);

@@ -13,8 +13,8 @@ use tokio::sync::{Notify, mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
 
 use super::authenticated_channel::AuthenticatedChannel;
-use crate::convert::duration_millis;
 use crate::generated as wire;
+use crate::wire_conversions::duration_millis;
 
 /// Largest total of bytes in waiting records.
 const MAX_PENDING_BYTES: usize = 4 << 20;
@@ -170,7 +170,7 @@ impl RecordOutbox {
     }
 
     /// Forgets the batches that were sent, which have all arrived.
-    fn mark_confirmed(&self) {
+    fn drop_confirmed_batches(&self) {
         let mut state = self.state.lock();
         state.unconfirmed.clear();
         state.unconfirmed_bytes = 0;
@@ -272,7 +272,7 @@ async fn stream_batches(
     // The end of the stream asks the registrar for its reply, which confirms all batches.
     drop(sender);
     call.await.unwrap_or_else(|error| Err(tonic::Status::internal(error.to_string())))?;
-    outbox.mark_confirmed();
+    outbox.drop_confirmed_batches();
     // A record added since then is confirmed by a later flush, so only earlier flushes count.
     outbox.flushed.send_if_modified(|flushed| {
         let newer = wanted > *flushed && outbox.is_empty();

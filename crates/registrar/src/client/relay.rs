@@ -108,7 +108,7 @@ impl RelayedLinks {
     ///
     /// # Errors
     /// `Refused` if the driver does not relay, `Lost`, `Timeout`.
-    pub fn accept_calls(&self, port: u16) -> Result<()> {
+    pub fn accept_relay_calls(&self, port: u16) -> Result<()> {
         let request =
             self.caller.build_request(wire::CallsRequest { relay_world: self.relay_world });
         let mut stub = self.caller.grpc_stub();

@@ -26,7 +26,7 @@ fn an_agent_that_was_silent_while_it_waited_registers_again() {
     let registrar = Registrar::start_job(RegistrarOptions::from_config(2, &config)).unwrap();
     let deadline = Instant::now() + MAX_SERVER_WAIT;
     let client = TaskClient::connect(registrar.ticket(), TaskId(0), None, deadline).unwrap();
-    client.register_task(0, &crate::host::host_facts(), deadline).unwrap();
+    client.register_task(0, &crate::local_host_facts::host_facts(), deadline).unwrap();
     let beat = wire::Beat { protocol_version: PROTOCOL_VERSION, session: client.inner.session };
     client.inner.handle.block_on(async {
         let (sender, receiver) = tokio::sync::mpsc::channel(1);
@@ -54,7 +54,7 @@ fn records_are_not_waited_for_once_the_registrar_is_given_up() {
     let registrar = Registrar::start_job(RegistrarOptions::from_config(1, &config)).unwrap();
     let deadline = Instant::now() + MAX_SERVER_WAIT;
     let client = TaskClient::connect(registrar.ticket(), TaskId(0), None, deadline).unwrap();
-    client.register_task(0, &crate::host::host_facts(), deadline).unwrap();
+    client.register_task(0, &crate::local_host_facts::host_facts(), deadline).unwrap();
     client.start_heartbeats(Duration::from_millis(500), drop);
     drop(registrar);
     client.send_log_line(OutputStream::Stdout, "a last line").unwrap();

@@ -37,8 +37,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 use crate::formation::FormedWorldRecord;
-use crate::host::boot_id;
-use crate::kv::KeyValuePair;
+use crate::generation_key_values::KeyValuePair;
+use crate::local_host_facts::boot_id;
 use crate::ticket::Ticket;
 use crate::tls::CertificateIdentity;
 
@@ -176,7 +176,7 @@ impl MembershipJournal {
     ///
     /// # Errors
     /// `Journal`.
-    pub(crate) fn begin_job(
+    pub(crate) fn begin_new_journal(
         &self,
         ticket: &Ticket,
         identity: &CertificateIdentity,
@@ -313,7 +313,7 @@ impl MembershipJournal {
     }
 
     /// Removes the file, because the job is over.
-    pub(crate) fn finish_job(&self) {
+    pub(crate) fn remove_finished_journal(&self) {
         self.remove_journal(&mut self.writing.lock());
     }
 

@@ -2,7 +2,7 @@
 // SPDX-FileCopyrightText: the Farandole authors
 
 use super::*;
-use crate::kv::KeyValuePair;
+use crate::generation_key_values::KeyValuePair;
 use crate::secret::JobSecret;
 use bytes::Bytes;
 use farandole_membership::{ElasticRules, LivenessLimits};
@@ -30,7 +30,7 @@ fn started(path: &Path) -> MembershipJournal {
     let ticket = secret.make_ticket(vec!["a:1".to_owned()]).unwrap();
     let mut journal = MembershipJournal::open_or_create(path, "train").unwrap();
     assert!(journal.take_unfinished_job().is_none());
-    journal.begin_job(&ticket, &secret.derive_identity().unwrap(), 7, &machine()).unwrap();
+    journal.begin_new_journal(&ticket, &secret.derive_identity().unwrap(), 7, &machine()).unwrap();
     journal
 }
 
@@ -165,7 +165,7 @@ fn a_new_file_takes_the_place_of_a_long_one_and_none_is_left_in_the_end() {
     drop(journal);
     assert_eq!(keys(&path), ["a", "b"]);
     let journal = MembershipJournal::open_or_create(&path, "train").unwrap();
-    journal.finish_job();
+    journal.remove_finished_journal();
     journal.append_record(&put("c"));
     assert!(!path.exists());
 }
@@ -190,7 +190,7 @@ fn records_during_a_rewrite_are_in_both_files() {
     let journal = MembershipJournal::open_or_create(&path, "train").unwrap();
     assert!(journal.begin_replacement());
     std::fs::write(folder.path().join("journal.new"), "secrets").unwrap();
-    journal.finish_job();
+    journal.remove_finished_journal();
     journal.replace_records(&[put("e")]);
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1, "only the copy is left");
 }
@@ -204,7 +204,7 @@ fn another_file_of_its_name_stays() {
     std::fs::write(&path, "another").unwrap();
     journal.replace_records(&[put("a")]);
     journal.append_record(&put("b"));
-    journal.finish_job();
+    journal.remove_finished_journal();
     assert_eq!(std::fs::read_to_string(&path).unwrap(), "another");
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
 }

@@ -10,7 +10,7 @@ use bytes::Bytes;
 use farandole_membership::GenerationVerdict;
 use farandole_world::{Generation, Rank, TaskId, World};
 
-use crate::convert;
+use crate::wire_conversions;
 
 /// A published world.
 pub(super) struct PublishedWorld {
@@ -23,7 +23,7 @@ impl PublishedWorld {
     pub(super) fn new(world: World) -> Self {
         let tasks = world.seats.iter().map(|seat| seat.task);
         let ranks = tasks.zip((0u32..).map(Rank)).collect();
-        Self { encoded: convert::encode_world(&world), ranks, world }
+        Self { encoded: wire_conversions::encode_world(&world), ranks, world }
     }
 }
 
@@ -99,7 +99,7 @@ impl WorldAnnouncements {
     }
 
     /// Returns whether another start of the task has replaced this one.
-    pub(super) fn is_replaced(&self, task: TaskId, session: u64) -> bool {
+    pub(super) fn is_session_replaced(&self, task: TaskId, session: u64) -> bool {
         self.holders.get(&task).is_some_and(|holder| *holder != session)
     }
 

@@ -15,7 +15,7 @@ use tonic::service::Interceptor;
 use tonic::transport::server::TlsConnectInfo;
 use tonic::{Request, Status};
 
-use super::incoming::ConnectionSlotHandle;
+use super::connection_admission::ConnectionSlotHandle;
 use crate::ticket::JobToken;
 use crate::wire::{GENERATION_HEADER, TASK_HEADER, TOKEN_HEADER};
 

@@ -7,8 +7,8 @@ use bytes::Bytes;
 use farandole_world::Generation;
 use tonic::Status;
 
-use super::core::{MAX_LISTED_TASKS, RegistrarCore};
-use crate::formation::{FormationRefusal, FormationRequest, Members, Outcome};
+use super::registrar_core::{MAX_LISTED_TASKS, RegistrarCore};
+use crate::formation::{FormationRefusal, FormationRequest, MemberRanks, WorldOrRefusal};
 use crate::generated as wire;
 use crate::generated::meet_reply::What;
 
@@ -44,13 +44,13 @@ impl Drop for FormationRequestGuard<'_> {
 ///
 /// # Errors
 /// `invalid_argument` if the members are not ascending ranks of the world that include `rank`.
-pub(super) fn parse_request(
+pub(super) fn parse_formation_request(
     rank: u32,
     size: u32,
     message: wire::MeetRequest,
 ) -> Result<FormationRequest, Status> {
     let wire::MeetRequest { attempt, holder, members, encoded_addresses, .. } = message;
-    let members: Members =
+    let members: MemberRanks =
         if members.is_empty() { (0..size).collect() } else { members.into_iter().collect() };
     let ascending = members.is_sorted_by(|one, next| one < next);
     // Members are the key of a pending world, so two ranks must write them in the same way.
@@ -65,7 +65,7 @@ pub(super) fn parse_request(
 }
 
 /// Converts an outcome to a reply.
-pub(super) fn outcome_reply(outcome: &Outcome, size: u32) -> FormationReplyPieces {
+pub(super) fn outcome_reply(outcome: &WorldOrRefusal, size: u32) -> FormationReplyPieces {
     match outcome {
         Ok(formed) => formed_world_reply(formed.encoded_addresses.clone()),
         Err(refusal) => single_piece_formation_reply(match refusal.clone() {

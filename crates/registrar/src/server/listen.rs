@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use farandole_config::PortRange;
 
 use crate::error::{Error, Result};
-use crate::host;
+use crate::local_host_facts;
 
 /// Time between two attempts to listen.
 const LISTEN_RETRY_INTERVAL: Duration = Duration::from_millis(100);
@@ -89,7 +89,7 @@ fn offered_addresses(host: Option<&str>, port: u16) -> Vec<String> {
         }];
     }
     let reachable = |address: &IpAddr| address.is_ipv4() || is_dual_stack();
-    host::local_addresses()
+    local_host_facts::local_addresses()
         .into_iter()
         .filter(reachable)
         .map(|address| SocketAddr::new(address, port).to_string())

@@ -7,16 +7,16 @@
 mod announcements;
 mod auth;
 mod clock;
-mod core;
-mod descriptors;
-mod effects;
+mod connection_admission;
+mod decision_effects;
+mod descriptor_limit;
 mod formation;
-mod incoming;
 mod listen;
-mod members;
+mod membership_machine;
 mod options;
 mod recovered_state;
 mod recovery;
+mod registrar_core;
 mod relay;
 mod service;
 
@@ -35,11 +35,11 @@ use tokio::task::JoinHandle;
 use tonic::transport::{Identity as TlsIdentity, Server, ServerTlsConfig};
 
 use self::auth::AuthInterceptor;
-use self::core::{RegistrarCore, elastic_rules};
 use self::listen::listen_with_retries;
 pub use self::options::{ElasticOptions, RegistrarOptions};
 use self::recovered_state::RecoveredState;
 pub use self::recovered_state::ResumedJob;
+use self::registrar_core::{RegistrarCore, elastic_rules};
 use self::service::RegistrarService;
 use crate::error::{Error, Result};
 use crate::event::JobEvent;
@@ -47,7 +47,7 @@ use crate::generated::registrar_server::RegistrarServer;
 use crate::journal::{MembershipJournal, UnfinishedJournal};
 use crate::secret::JobSecret;
 use crate::ticket::{JobToken, Ticket};
-use crate::{host, tls};
+use crate::{local_host_facts, tls};
 
 /// Largest message: a value of the key-value store and the rest of its message.
 const MAX_MESSAGE_BYTES: usize = 2 << 20;
@@ -287,9 +287,9 @@ impl Registrar {
         // A worker with relayed links has a separate connection for them.
         let workers = |agents: u32| if options.relays { agents.saturating_mul(2) } else { agents };
         let both = |agents: u32| workers(agents).saturating_add(agents);
-        let places = descriptors::raise_limit_for_connections(
+        let places = descriptor_limit::raise_limit_for_connections(
             both(connected.min_agents),
-            incoming::max_wanted_connections(workers(connected.max_agents)),
+            connection_admission::max_wanted_connections(workers(connected.max_agents)),
         )?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(2)
@@ -303,7 +303,7 @@ impl Registrar {
         };
         let (listener, port, addresses) = listen_with_retries(
             options.host.as_deref(),
-            host::resolve_bind_address(&options.bind)?,
+            local_host_facts::resolve_bind_address(&options.bind)?,
             ports,
             timeout,
         )?;
@@ -343,9 +343,12 @@ impl Registrar {
         }
         let router = server.add_service(guarded);
         let context = runtime.enter();
-        let incoming =
-            incoming::accept_connections(listener, places, workers(connected.max_agents))
-                .map_err(|error| Error::Runtime { reason: error.to_string() })?;
+        let incoming = connection_admission::admit_connections(
+            listener,
+            places,
+            workers(connected.max_agents),
+        )
+        .map_err(|error| Error::Runtime { reason: error.to_string() })?;
         drop(context);
         let closed = Arc::clone(&core);
         let server = runtime.spawn(async move {

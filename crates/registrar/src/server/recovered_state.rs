@@ -12,8 +12,8 @@ use farandole_world::{TaskId, World};
 
 use crate::error::Result;
 use crate::formation::FormationTable;
+use crate::generation_key_values::{KeyValuePair, KeyValueStore};
 use crate::journal::{JournalRecord, MembershipJournal};
-use crate::kv::{KeyValuePair, KeyValueStore};
 use crate::ticket::Ticket;
 use crate::tls::CertificateIdentity;
 
@@ -66,9 +66,9 @@ impl RecoveredState {
         identity: &CertificateIdentity,
         port: u16,
     ) -> Result<()> {
-        self.journal
-            .as_ref()
-            .map_or(Ok(()), |journal| journal.begin_job(ticket, identity, port, &self.machine))
+        self.journal.as_ref().map_or(Ok(()), |journal| {
+            journal.begin_new_journal(ticket, identity, port, &self.machine)
+        })
     }
 
     /// Returns the state of a job that continues, with new rules.

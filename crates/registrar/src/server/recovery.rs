@@ -9,10 +9,10 @@ use bytes::Bytes;
 use farandole_membership::GenerationVerdict;
 use farandole_world::{Generation, TaskId};
 
-use super::core::RegistrarCore;
 use super::recovered_state::ResumedJob;
+use super::registrar_core::RegistrarCore;
+use crate::generation_key_values::{KeyValuePair, KeyValueRefusal};
 use crate::journal::{JournalRecord, MembershipJournal};
-use crate::kv::{KeyValuePair, KeyValueRefusal};
 
 /// The reason that a worker gets if the registrar counts it as gone.
 const GONE_WORKER_REASON: &str = "the registrar counts this worker as gone";
@@ -95,7 +95,7 @@ impl RegistrarCore {
     /// Ends the journal, because the job is over.
     pub(super) fn finish_journal(&self) {
         if let Some(journal) = &self.journal {
-            journal.finish_job();
+            journal.remove_finished_journal();
         }
     }
 
@@ -151,8 +151,8 @@ mod tests {
 
     use super::*;
     use crate::secret::JobSecret;
-    use crate::server::core::elastic_rules;
     use crate::server::recovered_state::RecoveredState;
+    use crate::server::registrar_core::elastic_rules;
     use crate::server::{ElasticOptions, RegistrarOptions};
 
     fn core(journal: MembershipJournal) -> RegistrarCore {

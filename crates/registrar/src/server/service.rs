@@ -15,18 +15,18 @@ use tonic::{Request, Response, Status, Streaming};
 
 use super::announcements::{AnnouncedHostChange, WorldAnnouncements};
 use super::auth::CallOrigin;
-use super::core::RegistrarCore;
 use super::formation::{self, FormationRequestGuard};
+use super::registrar_core::RegistrarCore;
 use super::relay::{RelayExchange, RelayPieceStream};
-use crate::convert;
 use crate::event::JobEvent;
 use crate::formation::FormationOutcomeOrReceiver;
 use crate::generated as wire;
 use crate::generated::registrar_server::Registrar;
-use crate::kv::{KeyValueRefusal, MAX_KEY_BYTES, ValueLookup};
+use crate::generation_key_values::{KeyValueRefusal, MAX_KEY_BYTES, ValueLookup};
 use crate::wire::{
     DISMISSED_HEADER, MAX_RESULT_BYTES, PROTOCOL_HEADER, PROTOCOL_VERSION, RETRY_HEADER,
 };
+use crate::wire_conversions;
 
 /// Bytes of a world in one piece of a reply.
 // Small pieces, made as each connection takes them: thousands of replies at once need little
@@ -47,7 +47,7 @@ pub(super) struct RegistrarService {
     exchange: Option<RelayExchange>,
 }
 
-type Reply<T> = Result<Response<T>, Status>;
+type ServiceReply<T> = Result<Response<T>, Status>;
 
 /// A reply whose pieces are made when the connection has space for them.
 type AssignmentReplyPieces =
@@ -90,7 +90,7 @@ impl Registrar for RegistrarService {
     async fn register(
         &self,
         request: Request<wire::RegisterRequest>,
-    ) -> Reply<wire::RegisterReply> {
+    ) -> ServiceReply<wire::RegisterReply> {
         let caller = call_origin(&request)?;
         let message = request.into_inner();
         check_protocol_version(message.protocol_version)?;
@@ -107,13 +107,13 @@ impl Registrar for RegistrarService {
     async fn await_assignment(
         &self,
         request: Request<wire::AwaitAssignmentRequest>,
-    ) -> Reply<Self::AwaitAssignmentStream> {
+    ) -> ServiceReply<Self::AwaitAssignmentStream> {
         let caller = call_origin(&request)?;
         let wait = Duration::from_millis(request.get_ref().timeout_ms).min(MAX_CALL_WAIT);
         let session = request.get_ref().session;
         let mut board = self.core.subscribe_announcements();
         let replaced = |board: &WorldAnnouncements| {
-            session.is_some_and(|session| board.is_replaced(caller.task, session))
+            session.is_some_and(|session| board.is_session_replaced(caller.task, session))
         };
         let ready = |board: &WorldAnnouncements| {
             let assigned = board
@@ -143,7 +143,7 @@ impl Registrar for RegistrarService {
 
     type JoinStream = tokio_stream::Iter<AssignmentReplyPieces>;
 
-    async fn join(&self, request: Request<wire::JoinRequest>) -> Reply<Self::JoinStream> {
+    async fn join(&self, request: Request<wire::JoinRequest>) -> ServiceReply<Self::JoinStream> {
         let caller = call_origin(&request)?;
         let message = request.into_inner();
         let wait = Duration::from_millis(message.timeout_ms).min(MAX_CALL_WAIT);
@@ -175,7 +175,10 @@ impl Registrar for RegistrarService {
         Ok(Response::new(tokio_stream::iter(world_pieces(&board))))
     }
 
-    async fn changes(&self, request: Request<wire::ChangesRequest>) -> Reply<wire::ChangesReply> {
+    async fn changes(
+        &self,
+        request: Request<wire::ChangesRequest>,
+    ) -> ServiceReply<wire::ChangesReply> {
         let caller = call_origin(&request)?;
         let wire::ChangesRequest { timeout_ms, known } = request.into_inner();
         let wait = Duration::from_millis(timeout_ms).min(MAX_CALL_WAIT);
@@ -195,7 +198,7 @@ impl Registrar for RegistrarService {
         }))
     }
 
-    async fn leave(&self, request: Request<wire::LeaveRequest>) -> Reply<wire::LeaveReply> {
+    async fn leave(&self, request: Request<wire::LeaveRequest>) -> ServiceReply<wire::LeaveReply> {
         let task = call_origin(&request)?.task;
         self.core.apply_membership_input(MembershipInput::Leaves {
             task,
@@ -209,7 +212,7 @@ impl Registrar for RegistrarService {
     async fn heartbeat(
         &self,
         request: Request<Streaming<wire::Beat>>,
-    ) -> Reply<Self::HeartbeatStream> {
+    ) -> ServiceReply<Self::HeartbeatStream> {
         let caller = call_origin(&request)?;
         let (sender, receiver) = mpsc::channel(1);
         let core = Arc::clone(&self.core);
@@ -219,7 +222,7 @@ impl Registrar for RegistrarService {
         Ok(Response::new(ReceiverStream::new(receiver)))
     }
 
-    async fn put(&self, request: Request<wire::PutRequest>) -> Reply<wire::PutReply> {
+    async fn put(&self, request: Request<wire::PutRequest>) -> ServiceReply<wire::PutReply> {
         drop(self.check_current_generation(call_origin(&request)?)?);
         let caller = call_origin(&request)?;
         let message = request.into_inner();
@@ -232,7 +235,7 @@ impl Registrar for RegistrarService {
     async fn put_if_absent(
         &self,
         request: Request<wire::PutIfAbsentRequest>,
-    ) -> Reply<wire::PutIfAbsentReply> {
+    ) -> ServiceReply<wire::PutIfAbsentReply> {
         let caller = call_origin(&request)?;
         drop(self.check_current_generation(caller)?);
         let message = request.into_inner();
@@ -243,7 +246,7 @@ impl Registrar for RegistrarService {
         Ok(Response::new(wire::PutIfAbsentReply { value }))
     }
 
-    async fn get(&self, request: Request<wire::GetRequest>) -> Reply<wire::GetReply> {
+    async fn get(&self, request: Request<wire::GetRequest>) -> ServiceReply<wire::GetReply> {
         let caller = call_origin(&request)?;
         let mut board = self.check_current_generation(caller)?;
         let message = request.into_inner();
@@ -272,14 +275,14 @@ impl Registrar for RegistrarService {
 
     type MeetStream = tokio_stream::Iter<formation::FormationReplyPieces>;
 
-    async fn meet(&self, request: Request<wire::MeetRequest>) -> Reply<Self::MeetStream> {
+    async fn meet(&self, request: Request<wire::MeetRequest>) -> ServiceReply<Self::MeetStream> {
         let caller = call_origin(&request)?;
         let mut board = self.check_current_generation(caller)?;
         let generation = caller.generation;
         let unseated = || Status::failed_precondition(format!("task {} has no rank", caller.task));
         let (rank, size) = self.core.rank_and_size(caller.task).ok_or_else(unseated)?;
         let wait = Duration::from_millis(request.get_ref().timeout_ms).min(MAX_CALL_WAIT);
-        let ask = formation::parse_request(rank, size, request.into_inner())?;
+        let ask = formation::parse_formation_request(rank, size, request.into_inner())?;
         let mut asked =
             FormationRequestGuard { core: &self.core, generation, ask: &ask, answered: false };
         let first = self
@@ -308,7 +311,7 @@ impl Registrar for RegistrarService {
     async fn records(
         &self,
         request: Request<Streaming<wire::RecordBatch>>,
-    ) -> Reply<wire::RecordsReply> {
+    ) -> ServiceReply<wire::RecordsReply> {
         let caller = call_origin(&request)?;
         let mut batches = request.into_inner();
         while let Some(batch) = batches.message().await? {
@@ -323,7 +326,7 @@ impl Registrar for RegistrarService {
                     "a worker dropped records"
                 );
             }
-            for record in convert::telemetry_records(batch, caller.task.0, rank) {
+            for record in wire_conversions::telemetry_records(batch, caller.task.0, rank) {
                 self.core.push_event(JobEvent::Record(record));
             }
             // While this call waits, HTTP/2 holds its sender back.
@@ -335,7 +338,7 @@ impl Registrar for RegistrarService {
     async fn result(
         &self,
         request: Request<Streaming<wire::ResultChunk>>,
-    ) -> Reply<wire::ResultReply> {
+    ) -> ServiceReply<wire::ResultReply> {
         let caller = call_origin(&request)?;
         if !self.core.is_elastic {
             drop(self.check_current_generation(caller)?);
@@ -357,7 +360,7 @@ impl Registrar for RegistrarService {
 
     type CallsStream = ReceiverStream<Result<wire::Call, Status>>;
 
-    async fn calls(&self, request: Request<wire::CallsRequest>) -> Reply<Self::CallsStream> {
+    async fn calls(&self, request: Request<wire::CallsRequest>) -> ServiceReply<Self::CallsStream> {
         let caller = call_origin(&request)?;
         drop(self.check_current_generation(caller)?);
         Ok(Response::new(
@@ -370,13 +373,13 @@ impl Registrar for RegistrarService {
     async fn relay(
         &self,
         request: Request<Streaming<wire::RelayPiece>>,
-    ) -> Reply<Self::RelayStream> {
+    ) -> ServiceReply<Self::RelayStream> {
         let caller = call_origin(&request)?;
         drop(self.check_current_generation(caller)?);
         Ok(Response::new(self.relay_exchange()?.join_link(caller, request.into_inner()).await?))
     }
 
-    async fn exit(&self, request: Request<wire::ExitRequest>) -> Reply<wire::ExitReply> {
+    async fn exit(&self, request: Request<wire::ExitRequest>) -> ServiceReply<wire::ExitReply> {
         let caller = call_origin(&request)?;
         let together = request.get_ref().together;
         let exit = ExitReport::try_from(request.into_inner()).map_err(Status::invalid_argument)?;

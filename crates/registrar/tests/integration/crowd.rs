@@ -15,7 +15,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use farandole_config::Config;
-use farandole_registrar::{Registrar, RegistrarOptions, TaskClient, Ticket, host};
+use farandole_registrar::{Registrar, RegistrarOptions, TaskClient, Ticket, local_host_facts};
 use farandole_world::TaskId;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tracing::field::{Field, Visit};
@@ -166,7 +166,8 @@ fn crowd(ticket: &Ticket, tasks: u32) -> Vec<(TaskClient, TaskClient)> {
         let ticket = ticket.clone();
         move || {
             let agent = TaskClient::connect(&ticket, TaskId(task), None, deadline).unwrap();
-            let generation = agent.register_task(0, &host::host_facts(), deadline).unwrap();
+            let generation =
+                agent.register_task(0, &local_host_facts::host_facts(), deadline).unwrap();
             let world = agent.await_assignment(deadline).unwrap();
             assert!(world.generation >= generation);
             let worker =

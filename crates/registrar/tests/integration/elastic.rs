@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use farandole_config::Config;
 use farandole_registrar::{
     ElasticOptions, Error, ExitKind, ExitReport, JobEvent, Registrar, RegistrarOptions, TaskClient,
-    host,
+    local_host_facts,
 };
 use farandole_world::{Generation, TaskId, World};
 
@@ -63,7 +63,7 @@ fn started(registrar: &Registrar) -> Vec<TaskId> {
 fn worker(registrar: &Registrar, task: TaskId) -> (TaskClient, TaskClient) {
     let deadline = Instant::now() + PATIENCE;
     let agent = TaskClient::connect(registrar.ticket(), task, None, deadline).unwrap();
-    agent.register_task(0, &host::host_facts(), deadline).unwrap();
+    agent.register_task(0, &local_host_facts::host_facts(), deadline).unwrap();
     agent.start_heartbeats(PATIENCE, |_| {});
     (agent, TaskClient::connect(registrar.ticket(), task, None, deadline).unwrap())
 }

@@ -17,7 +17,7 @@ use bytes::Bytes;
 use farandole_config::PortRange;
 use farandole_registrar::{
     Error, ExitKind, ExitReport, FormationOutcome, GenerationVerdict, JobEvent, Registrar,
-    RegistrarOptions, RegistrarOrder, TaskClient, Ticket, host,
+    RegistrarOptions, RegistrarOrder, TaskClient, Ticket, local_host_facts,
 };
 use farandole_telemetry::{OutputStream, WorkerRecord};
 use farandole_world::{Generation, HostFacts, Rank, TaskId};
@@ -52,7 +52,7 @@ fn agents(registrar: &Registrar, tasks: u32) -> Vec<TaskClient> {
     let agents: Vec<TaskClient> =
         (0..tasks).map(|task| connect(registrar.ticket(), task)).collect();
     for agent in &agents {
-        agent.register_task(0, &host::host_facts(), soon()).unwrap();
+        agent.register_task(0, &local_host_facts::host_facts(), soon()).unwrap();
     }
     for agent in &agents {
         agent.await_assignment(soon()).unwrap();
@@ -89,7 +89,9 @@ fn a_world_can_be_requested_as_soon_as_it_is_announced() {
                 until(&registrar, |event| matches!(event, JobEvent::Assigned { .. }));
                 registrar.current_world().is_some()
             });
-            connect(registrar.ticket(), 0).register_task(0, &host::host_facts(), soon()).unwrap();
+            connect(registrar.ticket(), 0)
+                .register_task(0, &local_host_facts::host_facts(), soon())
+                .unwrap();
             assert!(driver.join().unwrap(), "round {round} of {ROUNDS}");
         });
     }
@@ -148,12 +150,14 @@ fn a_wrong_token_an_unknown_task_and_a_foreign_certificate_are_refused() {
     // RG-1.
     let registrar = registrar(1);
     let other = Registrar::start_job(options(1)).unwrap();
-    let unknown =
-        connect(registrar.ticket(), 5).register_task(0, &host::host_facts(), soon()).unwrap_err();
+    let unknown = connect(registrar.ticket(), 5)
+        .register_task(0, &local_host_facts::host_facts(), soon())
+        .unwrap_err();
     assert!(unknown.to_string().contains("unknown task 5: the job has tasks 0 to 0"), "{unknown}");
 
     let forged = registrar.ticket().with_forged_token();
-    let wrong = connect(&forged, 0).register_task(0, &host::host_facts(), soon()).unwrap_err();
+    let wrong =
+        connect(&forged, 0).register_task(0, &local_host_facts::host_facts(), soon()).unwrap_err();
     assert!(wrong.to_string().contains("the token is not this job's"), "{wrong}");
 
     let misled = other.ticket().with_addresses(registrar.ticket().registrar_addresses());
@@ -169,19 +173,30 @@ fn a_wrong_token_an_unknown_task_and_a_foreign_certificate_are_refused() {
 fn duplicates_and_stale_attempts_are_refused_and_a_newer_one_makes_a_new_generation() {
     let registrar = registrar(1);
     let first = connect(registrar.ticket(), 0);
-    assert_eq!(first.register_task(3, &host::host_facts(), soon()).unwrap(), Generation(1));
-    assert_eq!(first.register_task(3, &host::host_facts(), soon()).unwrap(), Generation(1));
+    assert_eq!(
+        first.register_task(3, &local_host_facts::host_facts(), soon()).unwrap(),
+        Generation(1)
+    );
+    assert_eq!(
+        first.register_task(3, &local_host_facts::host_facts(), soon()).unwrap(),
+        Generation(1)
+    );
     first.await_assignment(soon()).unwrap();
     first.put_value("key", b"old").unwrap();
-    let duplicate =
-        connect(registrar.ticket(), 0).register_task(3, &host::host_facts(), soon()).unwrap_err();
+    let duplicate = connect(registrar.ticket(), 0)
+        .register_task(3, &local_host_facts::host_facts(), soon())
+        .unwrap_err();
     assert!(duplicate.to_string().contains("from another process"), "{duplicate}");
-    let stale =
-        connect(registrar.ticket(), 0).register_task(2, &host::host_facts(), soon()).unwrap_err();
+    let stale = connect(registrar.ticket(), 0)
+        .register_task(2, &local_host_facts::host_facts(), soon())
+        .unwrap_err();
     assert!(stale.to_string().contains("attempt 2 is stale"), "{stale}");
 
     let second = connect(registrar.ticket(), 0);
-    assert_eq!(second.register_task(4, &host::host_facts(), soon()).unwrap(), Generation(2));
+    assert_eq!(
+        second.register_task(4, &local_host_facts::host_facts(), soon()).unwrap(),
+        Generation(2)
+    );
     second.await_assignment(soon()).unwrap();
     // RG-3.
     let fenced = first.put_value("key", b"stale").unwrap_err();
@@ -196,16 +211,18 @@ fn duplicates_and_stale_attempts_are_refused_and_a_newer_one_makes_a_new_generat
 fn a_start_of_a_task_that_another_has_replaced_hears_so_and_gets_no_rank() {
     let registrar = registrar(2);
     let first = connect(registrar.ticket(), 0);
-    first.register_task(1, &host::host_facts(), soon()).unwrap();
+    first.register_task(1, &local_host_facts::host_facts(), soon()).unwrap();
     thread::scope(|scope| {
         let waiting = scope.spawn(|| first.await_assignment(soon()));
         let second = connect(registrar.ticket(), 0);
-        second.register_task(2, &host::host_facts(), soon()).unwrap();
+        second.register_task(2, &local_host_facts::host_facts(), soon()).unwrap();
         let error = waiting.join().unwrap().unwrap_err();
         assert!(matches!(error, Error::Aborted { retry: false, .. }), "{error}");
         assert!(error.to_string().contains("task 0 was started again"), "{error}");
         // Nor later, when the generation that it registered for has its world.
-        connect(registrar.ticket(), 1).register_task(1, &host::host_facts(), soon()).unwrap();
+        connect(registrar.ticket(), 1)
+            .register_task(1, &local_host_facts::host_facts(), soon())
+            .unwrap();
         assert_eq!(second.await_assignment(soon()).unwrap().size(), 2);
         assert!(first.await_assignment(soon()).is_err());
     });
@@ -242,7 +259,9 @@ fn connections_beyond_the_limit_find_the_door_shut_and_leave_it_open_for_others(
         .count();
     assert_eq!(shut, 100 - 68);
     drop(flood);
-    connect(registrar.ticket(), 0).register_task(0, &host::host_facts(), soon()).unwrap();
+    connect(registrar.ticket(), 0)
+        .register_task(0, &local_host_facts::host_facts(), soon())
+        .unwrap();
 }
 
 #[test]
@@ -252,7 +271,9 @@ fn strangers_that_fill_every_place_do_not_keep_an_agent_out() {
     let forged = registrar.ticket().with_forged_token();
     let strangers: Vec<TaskClient> = (0..68).map(|_| connect(&forged, 0)).collect();
     let agent = connect(registrar.ticket(), 0);
-    agent.register_task(0, &host::host_facts(), Instant::now() + Duration::from_secs(3)).unwrap();
+    agent
+        .register_task(0, &local_host_facts::host_facts(), Instant::now() + Duration::from_secs(3))
+        .unwrap();
     let later: Vec<TaskClient> = (0..68).map(|_| connect(&forged, 0)).collect();
     agent.await_assignment(soon()).unwrap();
     agent.put_value("key", b"value").unwrap();
@@ -267,7 +288,7 @@ fn agents_are_served_while_strangers_flood_the_registrar() {
         let started = Instant::now();
         for task in 0..AGENTS {
             connect(registrar.ticket(), task)
-                .register_task(0, &host::host_facts(), soon())
+                .register_task(0, &local_host_facts::host_facts(), soon())
                 .unwrap();
         }
         started.elapsed()
@@ -383,7 +404,7 @@ fn a_rank_that_has_ended_well_is_known_to_the_others() {
         let waiting = scope.spawn(|| meet(&agents[1], Some(&[1, 2])));
         agents[2].report_exit(&failed(ExitKind::Code(0)), soon()).unwrap();
         agents[3].report_own_success(soon()).unwrap();
-        let host = host::host_facts().host_hash().0;
+        let host = local_host_facts::host_facts().host_hash().0;
         let ended = |rank| FormationOutcome::WorkerEnded { rank: Rank(rank), host: host.clone() };
         assert_eq!(waiting.join().unwrap().unwrap(), ended(2));
         assert_eq!(meet(&agents[0], None).unwrap(), ended(2));
@@ -412,7 +433,7 @@ fn a_task_that_gives_up_or_leaves_is_awaited_again_and_named() {
 fn a_missing_task_is_named_at_the_deadline() {
     let registrar = registrar(3);
     let client = connect(registrar.ticket(), 1);
-    client.register_task(0, &host::host_facts(), soon()).unwrap();
+    client.register_task(0, &local_host_facts::host_facts(), soon()).unwrap();
     let error = client.await_assignment(Instant::now() + Duration::from_millis(50)).unwrap_err();
     assert!(error.to_string().contains("2 missing: [0, 2]"), "{error}");
 }
@@ -425,7 +446,7 @@ fn a_start_that_takes_too_long_aborts_the_job() {
     })
     .unwrap();
     let client = connect(registrar.ticket(), 1);
-    client.register_task(0, &host::host_facts(), soon()).unwrap();
+    client.register_task(0, &local_host_facts::host_facts(), soon()).unwrap();
     let error = client.await_assignment(soon()).unwrap_err();
     assert!(
         error.to_string().contains("only 1 of 2 tasks registered within 200.0ms, missing: [0]"),
@@ -589,7 +610,7 @@ fn a_client_that_waits_is_ended_by_its_cancel() {
         cancel.clone(),
     )
     .unwrap();
-    client.register_task(0, &host::host_facts(), soon()).unwrap();
+    client.register_task(0, &local_host_facts::host_facts(), soon()).unwrap();
     thread::scope(|scope| {
         let waiter = scope.spawn(|| client.await_assignment(soon()));
         cancel.cancel_calls();
@@ -601,7 +622,7 @@ fn a_client_that_waits_is_ended_by_its_cancel() {
 fn last_registration_to_all_assignments() -> Duration {
     const TASKS: u32 = 64;
     let registrar = registrar(TASKS);
-    let facts = host::host_facts();
+    let facts = local_host_facts::host_facts();
     let clients: Vec<TaskClient> =
         (0..TASKS).map(|task| connect(registrar.ticket(), task)).collect();
     for client in &clients[1..] {

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use farandole_config::Config;
 use farandole_registrar::{
     ElasticOptions, FormationOutcome, JobEvent, MembershipJournal, Registrar, RegistrarOptions,
-    TaskClient, host,
+    TaskClient, local_host_facts,
 };
 use farandole_world::{Generation, TaskId, World};
 
@@ -60,7 +60,7 @@ fn started(registrar: &Registrar) -> Vec<TaskId> {
 fn worker(registrar: &Registrar, task: TaskId) -> (TaskClient, TaskClient) {
     let deadline = Instant::now() + PATIENCE;
     let agent = TaskClient::connect(registrar.ticket(), task, None, deadline).unwrap();
-    agent.register_task(0, &host::host_facts(), deadline).unwrap();
+    agent.register_task(0, &local_host_facts::host_facts(), deadline).unwrap();
     // The first registrar says farewell, which one that is killed does not.
     agent.start_heartbeats(PATIENCE, |_| {});
     let worker = TaskClient::connect(registrar.ticket(), task, None, deadline).unwrap();

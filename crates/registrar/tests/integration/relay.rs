@@ -14,7 +14,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use farandole_config::Config;
-use farandole_registrar::{Registrar, RegistrarOptions, RelayedLinks, TaskClient, host};
+use farandole_registrar::{
+    Registrar, RegistrarOptions, RelayedLinks, TaskClient, local_host_facts,
+};
 use farandole_world::TaskId;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
@@ -38,7 +40,7 @@ fn agents(registrar: &Registrar, tasks: u32) -> Vec<TaskClient> {
         |task| TaskClient::connect(registrar.ticket(), TaskId(task), None, soon()).unwrap();
     let agents: Vec<TaskClient> = (0..tasks).map(connect).collect();
     for agent in &agents {
-        agent.register_task(0, &host::host_facts(), soon()).unwrap();
+        agent.register_task(0, &local_host_facts::host_facts(), soon()).unwrap();
     }
     for agent in &agents {
         agent.await_assignment(soon()).unwrap();
@@ -51,7 +53,7 @@ fn agents(registrar: &Registrar, tasks: u32) -> Vec<TaskClient> {
 fn called(agent: &TaskClient) -> (RelayedLinks, TcpListener) {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let relay = agent.open_relay(RELAY_WORLD).unwrap();
-    relay.accept_calls(listener.local_addr().unwrap().port()).unwrap();
+    relay.accept_relay_calls(listener.local_addr().unwrap().port()).unwrap();
     (relay, listener)
 }
 
@@ -154,7 +156,8 @@ fn a_process_that_ends_takes_its_ends_of_links_along() {
 fn a_driver_that_does_not_relay_says_which_setting_it_lacks() {
     let registrar = registrar(1, false);
     let agent = agents(&registrar, 1).remove(0);
-    let error = agent.open_relay(RELAY_WORLD).unwrap().accept_calls(1).unwrap_err().to_string();
+    let error =
+        agent.open_relay(RELAY_WORLD).unwrap().accept_relay_calls(1).unwrap_err().to_string();
     assert!(error.contains("set FARANDOLE_DIAL_OUT where it runs"), "{error}");
 }
 

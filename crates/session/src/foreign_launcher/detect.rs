@@ -82,7 +82,7 @@ pub(crate) fn detect_launch(
     // Variables of an outer shell or batch job may be stale. Guessing one of them could start a
     // world with wrong ranks.
     for other in &reports {
-        check_agreement(inner, other)?;
+        check_nested_launchers_agree(inner, other)?;
     }
     // A world of one needs no rendezvous, but a forgotten `srun` is a common mistake.
     if inner.size == 1 {
@@ -162,7 +162,7 @@ fn read_reported_rank(
 /// # Errors
 /// Neither of the two launchers is inside the other, and their ranks or sizes differ; or the inner
 /// one has a size of one and the outer one does not.
-fn check_agreement(inner: &ReportedRank, other: &ReportedRank) -> Result<(), String> {
+fn check_nested_launchers_agree(inner: &ReportedRank, other: &ReportedRank) -> Result<(), String> {
     if (inner.rank, inner.size) == (other.rank, other.size) {
         return Ok(());
     }

@@ -3,7 +3,7 @@
 
 //! The first host in the lists of batch systems, which is the host of rank 0.
 
-use farandole_world::nodelist::expand_nodes;
+use farandole_world::slurm_nodelist::expand_nodes;
 
 use super::VariableLookup;
 

@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 
 use farandole_config::{Config, PortRange, environment_variable};
 use farandole_registrar::{
-    Error as RegistrarError, Registrar, RegistrarOptions, TaskClient, Ticket, host as facts,
+    Error as RegistrarError, Registrar, RegistrarOptions, TaskClient, Ticket,
+    local_host_facts as facts,
 };
 use farandole_world::{JobId, Rank, TaskId};
 use parking_lot::Mutex;
@@ -19,7 +20,7 @@ use parking_lot::Mutex;
 use super::rank_zero_rendezvous::{HOME_FOLDER, RankZeroRendezvous, TicketFolders, join_host_port};
 use super::{DetectedRank, LaunchDetection, detect_launch, job_identity, ticket_file};
 use crate::registrar_rendezvous::{
-    INTERRUPT_POLL_INTERVAL, Interrupted, process_identity as of_process,
+    INTERRUPT_POLL_INTERVAL, InterruptCheck, process_identity as of_process,
 };
 use crate::{AssignedRank, Error, Result};
 
@@ -84,7 +85,7 @@ struct RankZeroSearch<'a> {
 pub(crate) fn connect_detected_rank(
     config: &Config,
     deadline: Instant,
-    interrupted: &mut Interrupted<'_>,
+    interrupted: &mut InterruptCheck<'_>,
 ) -> Result<Option<TaskClient>> {
     let read = |path: &str| std::fs::read_to_string(path).ok();
     let started = match detect_launch(&environment_variable, &read)
@@ -233,7 +234,7 @@ fn ticket_folders() -> TicketFolders {
 impl RankZeroSearch<'_> {
     /// Runs as rank 0: starts the registrar, and publishes its address until all ranks have
     /// registered.
-    fn admit_ranks(&self, interrupted: &mut Interrupted<'_>) -> Result<(TaskClient, Registrar)> {
+    fn admit_ranks(&self, interrupted: &mut InterruptCheck<'_>) -> Result<(TaskClient, Registrar)> {
         let mut options = RegistrarOptions::from_config(self.detected.size, self.config);
         options.job_id = Some(self.job.0.clone());
         let mut secret = None;
@@ -300,7 +301,7 @@ impl RankZeroSearch<'_> {
     }
 
     /// Runs as another rank: looks for rank 0 until it admits this rank, and waits for the others.
-    fn find_rank_zero(&self, interrupted: &mut Interrupted<'_>) -> Result<TaskClient> {
+    fn find_rank_zero(&self, interrupted: &mut InterruptCheck<'_>) -> Result<TaskClient> {
         let (mut pause, mut said) = (MIN_SEARCH_INTERVAL, false);
         loop {
             let reason = match self.rank_zero_ticket() {
@@ -376,7 +377,7 @@ impl RankZeroSearch<'_> {
         &self,
         client: &TaskClient,
         ticket: &Ticket,
-        interrupted: &mut Interrupted<'_>,
+        interrupted: &mut InterruptCheck<'_>,
     ) -> Result<bool> {
         let (mut looked, mut said) = (Instant::now(), false);
         loop {
@@ -476,7 +477,7 @@ pub(crate) fn connect_assigned_rank(
     assigned_rank: &AssignedRank,
     config: &Config,
     deadline: Instant,
-    interrupted: &mut Interrupted<'_>,
+    interrupted: &mut InterruptCheck<'_>,
 ) -> Result<TaskClient> {
     let AssignedRank { ticket: text, rank } = assigned_rank;
     if let Some(entered) = ASSIGNED_CONNECTION
@@ -519,6 +520,6 @@ impl AssignedConnection {
     }
 }
 
-fn check_interrupted(interrupted: &mut Interrupted<'_>) -> Result<()> {
+fn check_interrupted(interrupted: &mut InterruptCheck<'_>) -> Result<()> {
     if interrupted() { Err(Error::Interrupted) } else { Ok(()) }
 }

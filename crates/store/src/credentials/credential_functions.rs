@@ -83,12 +83,12 @@ impl<C: FunctionCredential + Send + Sync + 'static> CredentialSource<C>
         // The function is Python code: it may wait for the interpreter or for a network.
         let values = tokio::task::spawn_blocking(move || function());
         let values = values.await.map_err(|error| refuse(error.to_string()))?.map_err(refuse)?;
-        let (credential, expires) = read_values(values).map_err(refuse)?;
+        let (credential, expires) = credential_from_values(values).map_err(refuse)?;
         Ok(FetchedCredential::Value { credential, expires })
     }
 }
 
-fn read_values<C: FunctionCredential>(
+fn credential_from_values<C: FunctionCredential>(
     mut values: CredentialValues,
 ) -> Result<(C, Option<SystemTime>), String> {
     // The second name is the one in answers of AWS, which functions pass on.

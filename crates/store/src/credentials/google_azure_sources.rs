@@ -84,7 +84,7 @@ struct MergedSettings<K> {
 impl<K> MergedSettings<K> {
     /// Returns an error of the backend about the settings. A secret where the name of a file was
     /// expected would be in its text.
-    fn refuse(&self, error: impl std::fmt::Display) -> CredentialError {
+    fn settings_error(&self, error: impl std::fmt::Display) -> CredentialError {
         let text = error.to_string();
         let text = self.secrets.iter().fold(text, |text, secret| text.replace(secret, "***"));
         CredentialError::new(self.origin.clone(), text)
@@ -168,7 +168,7 @@ pub(crate) fn choose_google_source(
         .with_http_connector(DeadlineConnector::new(timeout, false))
         .with_retry(retry_config(timeout))
         .build()
-        .map_err(|error| merged.refuse(error))?;
+        .map_err(|error| merged.settings_error(error))?;
     let provider = Arc::clone(built.credentials());
     Ok(Arc::new(ProviderSource { provider, origin: merged.origin, is_fixed: merged.is_fixed }))
 }
@@ -217,7 +217,7 @@ pub(crate) fn choose_azure_source(
         .with_http_connector(DeadlineConnector::new(timeout, false))
         .with_retry(retry_config(timeout))
         .build()
-        .map_err(|error| merged.refuse(error))?;
+        .map_err(|error| merged.settings_error(error))?;
     let provider = Arc::clone(built.credentials());
     Ok(Arc::new(ProviderSource { provider, origin: merged.origin, is_fixed: merged.is_fixed }))
 }

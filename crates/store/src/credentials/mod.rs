@@ -196,7 +196,7 @@ impl<C: PartialEq + Send + Sync + 'static> RenewingCredentials<C> {
         } else if let Some(provider) = state.provider.clone() {
             // Providers cache their credential and renew it themselves.
             let credential = ask_provider(provider.as_ref(), &state.source.origin()).await?;
-            accept(&mut state, credential);
+            accept_credential(&mut state, credential);
         }
         let origin = state.source.origin();
         let current = state.current.clone();
@@ -279,12 +279,12 @@ async fn fetch_next<C: PartialEq>(state: &mut CredentialState<C>) -> Result<(), 
         FetchedCredential::Value { credential, expires } => {
             state.provider = None;
             state.renew_at = expires.map(renewal_time);
-            accept(state, Arc::new(credential));
+            accept_credential(state, Arc::new(credential));
         }
         FetchedCredential::Provider(provider) => {
             let credential = ask_provider(provider.as_ref(), &state.source.origin()).await?;
             (state.provider, state.renew_at) = (Some(provider), None);
-            accept(state, credential);
+            accept_credential(state, credential);
         }
     }
     Ok(())
@@ -297,7 +297,7 @@ async fn ask_provider<C>(
     provider.get_credential().await.map_err(|error| CredentialError::new(origin, error))
 }
 
-fn accept<C: PartialEq>(state: &mut CredentialState<C>, credential: Arc<C>) {
+fn accept_credential<C: PartialEq>(state: &mut CredentialState<C>, credential: Arc<C>) {
     let origin = state.source.origin();
     let number = match &state.current {
         // The same credential keeps its number: after a refusal, it must not be tried again.

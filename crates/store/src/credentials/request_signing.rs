@@ -80,7 +80,7 @@ pub(crate) struct RequestSigner<C> {
 }
 
 impl<C: SigningCredential> RequestSigner<C> {
-    fn apply(
+    fn apply_credential(
         &self,
         request: &mut HttpRequest,
         found: NumberedCredential<C>,
@@ -100,7 +100,7 @@ impl<C: SigningCredential> CredentialSigner for RequestSigner<C> {
         if !C::is_signed(request) {
             return Ok(None);
         }
-        Ok(self.apply(request, self.credentials.current().await?))
+        Ok(self.apply_credential(request, self.credentials.current().await?))
     }
 
     async fn sign_after_refusal(
@@ -110,7 +110,7 @@ impl<C: SigningCredential> CredentialSigner for RequestSigner<C> {
         refusal: &CredentialRefusal,
     ) -> Result<Option<RequestSignature>, CredentialError> {
         let found = self.credentials.replace_refused(refused.number, refusal.says_expired).await?;
-        Ok(found.and_then(|found| self.apply(request, found)))
+        Ok(found.and_then(|found| self.apply_credential(request, found)))
     }
 }
 

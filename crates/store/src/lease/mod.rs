@@ -128,7 +128,7 @@ impl MarkHolder {
 
     /// Returns whether the mark is valid, given the time of its last write and the present time by
     /// the same clock.
-    fn is_alive(&self, written: f64, now: f64) -> bool {
+    fn is_mark_valid(&self, written: f64, now: f64) -> bool {
         // A mark from the future is valid: another clock is ahead.
         let recent = || now - written <= self.lasts.unwrap_or(UNSEEN_HOLDER_LIFETIME.as_secs_f64());
         if !self.is_holder_process_visible() {
@@ -254,8 +254,8 @@ fn examine_mark(
             let now = unix_seconds(store_time.unwrap_or(now));
             FoundMark {
                 name,
-                is_valid: holder.is_alive(written, now),
-                is_seen_alive: holder.is_alive(written, f64::INFINITY),
+                is_valid: holder.is_mark_valid(written, now),
+                is_seen_alive: holder.is_mark_valid(written, f64::INFINITY),
                 is_replaceable: holder.is_replaceable_by(job),
             }
         }
@@ -347,7 +347,8 @@ pub fn acquire_lease(
 }
 
 /// Acquires the directory in order to delete its content. On a full disk the lease is an empty
-/// file, which needs no block, and is valid for a minute; [`make_room_and_complete_lease`] completes it.
+/// file, which needs no block, and is valid for a minute; [`make_room_and_complete_lease`]
+/// completes it.
 ///
 /// # Errors
 /// Like [`acquire_lease`]. A disk may be so full that there is no room for an empty file.

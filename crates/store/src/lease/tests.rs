@@ -234,7 +234,7 @@ fn a_process_that_cannot_be_observed_is_not_dead() {
     let now = SystemTime::now();
     let pid = 4_000_000;
     let dead = MarkHolder { pid, ..MarkHolder::of_this_process(now, None) };
-    assert!(!dead.is_alive(unix_seconds(now), unix_seconds(now)), "it is on this host");
+    assert!(!dead.is_mark_valid(unix_seconds(now), unix_seconds(now)), "it is on this host");
     let none = || MarkHolder { pid, ..MarkHolder::of_this_process(now, None) };
     for (case, holder) in [
         ("an unknown boot id", MarkHolder { boot: None, ..none() }),
@@ -242,9 +242,9 @@ fn a_process_that_cannot_be_observed_is_not_dead() {
         ("a clone of the machine", MarkHolder { host: "clone".to_owned(), ..none() }),
         ("another host of the same name", MarkHolder { boot: Some("b".to_owned()), ..none() }),
     ] {
-        assert!(holder.is_alive(unix_seconds(now), unix_seconds(now)), "{case}");
+        assert!(holder.is_mark_valid(unix_seconds(now), unix_seconds(now)), "{case}");
         let later = unix_seconds(now) + UNSEEN_HOLDER_LIFETIME.as_secs_f64() + 1.0;
-        assert!(!holder.is_alive(unix_seconds(now), later), "{case}");
+        assert!(!holder.is_mark_valid(unix_seconds(now), later), "{case}");
     }
 }
 
@@ -285,8 +285,8 @@ fn a_renewal_extends_a_lease_and_recreates_no_deleted_one() {
     assert_eq!(held.lasts, Some(600.0));
     let unseen = MarkHolder { boot: Some("another".to_owned()), ..held };
     let at = unix_seconds(later);
-    assert!(unseen.is_alive(at, at + 600.0));
-    assert!(!unseen.is_alive(at, at + 601.0));
+    assert!(unseen.is_mark_valid(at, at + 600.0));
+    assert!(!unseen.is_mark_valid(at, at + 601.0));
     left(&store, &lease, &unseen);
     assert!(!renew_mark(&store, &lease, later).unwrap(), "another has taken it");
     store.delete(&lease).unwrap();

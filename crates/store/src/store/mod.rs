@@ -259,7 +259,7 @@ impl Store {
             None => waiter.wait(future)?,
         };
         let error = self.backend_error(action, path);
-        answer.map_err(|source| error(source).with_timeout(operation.map(AsRef::as_ref)))
+        answer.map_err(|source| error(source).with_refusal_or_timeout(operation.map(AsRef::as_ref)))
     }
 
     /// Opens a file, so that its size is known before its content is read.

@@ -70,7 +70,7 @@ pub struct Timeline {
 
 impl Timeline {
     /// Returns whether anybody wants events.
-    pub fn is_on(&self) -> bool {
+    pub fn is_recording_events(&self) -> bool {
         // Relaxed: an event beside the start or the end may be missed; the lock of `ring` orders
         // others.
         self.state.load(Ordering::Relaxed) != 0
@@ -94,7 +94,7 @@ impl Timeline {
         extent: TimelineOptions,
     ) -> io::Result<()> {
         let mut running = self.running.lock();
-        self.end_thread(&mut running)?;
+        self.end_writer_thread(&mut running)?;
         let mut writer = TraceWriter::new(path, title, extent.max_bytes)?;
         let ring = Arc::new(BoundedRing::new(RING_BUDGET_BYTES));
         let events = Arc::clone(&ring);
@@ -127,10 +127,10 @@ impl Timeline {
     /// # Errors
     /// When the file could not be written to its end.
     pub fn stop_writing(&self) -> io::Result<()> {
-        self.end_thread(&mut self.running.lock())
+        self.end_writer_thread(&mut self.running.lock())
     }
 
-    fn end_thread(&self, running: &mut Option<TimelineThread>) -> io::Result<()> {
+    fn end_writer_thread(&self, running: &mut Option<TimelineThread>) -> io::Result<()> {
         let Some(TimelineThread { ring, thread }) = running.take() else { return Ok(()) };
         self.state.store(0, Ordering::Relaxed);
         *self.ring.lock() = None;
@@ -178,7 +178,7 @@ impl Timeline {
     }
 
     fn record_event(&self, what: impl FnOnce() -> TimelineEventKind) {
-        if self.is_on()
+        if self.is_recording_events()
             && let Some(ring) = &*self.ring.lock()
         {
             // The time is taken under the lock, so that the times in the ring ascend.

@@ -25,7 +25,7 @@ fn a_tensor_is_a_process_with_nested_spans() {
     let path = folder.path().join("trace.json");
     let (timeline, a) = (Timeline::default(), track(0, "a\"\n"));
     timeline.begin_span(&a, "BEFORE");
-    assert!(!timeline.is_on());
+    assert!(!timeline.is_recording_events());
     timeline
         .start_writing(
             &path,
@@ -41,7 +41,7 @@ fn a_tensor_is_a_process_with_nested_spans() {
     timeline.begin_span(&track(2, "b"), "BROADCAST");
     timeline.end_span(&track(2, "b"), Some(ProducedTensor { dtype: "float32", shape: vec![2, 3] }));
     timeline.stop_writing().unwrap();
-    assert!(!timeline.is_on());
+    assert!(!timeline.is_recording_events());
     let records = read(&path);
     let of = |key: &str| records.iter().map(|record| record[key].clone()).collect::<Vec<_>>();
     assert_eq!(of("ph"), ["M", "M", "M", "M", "B", "X", "E", "i", "M", "M", "B", "E"]);
@@ -111,7 +111,7 @@ fn a_file_that_cannot_be_made_is_refused_and_nothing_runs() {
             )
             .is_err()
     );
-    assert!(!timeline.is_on() && timeline.stop_writing().is_ok());
+    assert!(!timeline.is_recording_events() && timeline.stop_writing().is_ok());
 }
 
 #[test]

@@ -19,14 +19,14 @@ use crate::output::EngineOutput;
 use crate::world;
 
 /// Storage of results: each tensor's, then the token's, which orders calls and carries nothing.
-type Outputs = *const *mut c_void;
+type XlaOutputAddresses = *const *mut c_void;
 
 /// Runs a collective for XLA, which calls this function by its registered name.
 ///
 /// # Safety
 /// XLA calls it with the addresses of inputs and outputs, the text, its length and a status.
 pub(super) unsafe extern "C" fn run_custom_call(
-    outputs: Outputs,
+    outputs: XlaOutputAddresses,
     inputs: *const *const c_void,
     text: *const c_char,
     length: usize,
@@ -51,7 +51,7 @@ pub(super) unsafe extern "C" fn run_custom_call(
 /// Like [`run_custom_call`]; the plan fits the addresses.
 unsafe fn execute_plan(
     plan: &XlaCallPlan,
-    outputs: Outputs,
+    outputs: XlaOutputAddresses,
     inputs: *const *const c_void,
 ) -> Result<(), String> {
     // SAFETY: the caller's promise, for all of these; every call has a token, which is written for
@@ -85,7 +85,7 @@ struct PendingXlaCollective<'a> {
     table: &'static EngineTable,
     operation: OperationCode,
     collective: &'a PlannedCollective,
-    outputs: Outputs,
+    outputs: XlaOutputAddresses,
     result: Result<(), String>,
 }
 
@@ -94,7 +94,7 @@ struct PendingXlaCollective<'a> {
 unsafe fn run_collective(
     operation: OperationCode,
     collective: &PlannedCollective,
-    outputs: Outputs,
+    outputs: XlaOutputAddresses,
     inputs: *const *const c_void,
 ) -> Result<(), String> {
     let table = connected_engine_table().map_err(|failure| failure.text)?;

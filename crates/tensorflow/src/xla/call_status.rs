@@ -8,10 +8,10 @@ use std::ffi::{CStr, c_char, c_void};
 use std::sync::OnceLock;
 
 /// `operator new`.
-pub(super) type New = unsafe extern "C" fn(usize) -> *mut c_void;
+pub(super) type OperatorNewFn = unsafe extern "C" fn(usize) -> *mut c_void;
 
 /// Gives the memory of texts, which XLA frees.
-pub(super) static OPERATOR_NEW: OnceLock<New> = OnceLock::new();
+pub(super) static OPERATOR_NEW: OnceLock<OperatorNewFn> = OnceLock::new();
 
 /// `std::string` of libstdc++: where the text is, its length, and room for a short one, to which
 /// `data` points then; for a long one the room begins with the capacity.

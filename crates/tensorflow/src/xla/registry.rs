@@ -15,7 +15,7 @@
 use std::ffi::{CStr, c_void};
 
 use super::call;
-use super::call_status::{CppString, New, OPERATOR_NEW, XlaCallStatus, write_failure};
+use super::call_status::{CppString, OPERATOR_NEW, OperatorNewFn, XlaCallStatus, write_failure};
 use crate::api::find_symbol;
 
 /// `xla::CustomCallTargetRegistry::Global()`.
@@ -63,7 +63,7 @@ pub(super) fn register_custom_call_target() -> Result<(), String> {
             std::mem::transmute::<*mut c_void, Global>(global),
             std::mem::transmute::<*mut c_void, Register>(register),
             std::mem::transmute::<*mut c_void, GetMessageFn>(get_message),
-            std::mem::transmute::<*mut c_void, New>(new),
+            std::mem::transmute::<*mut c_void, OperatorNewFn>(new),
             std::mem::transmute::<*mut c_void, Delete>(delete),
         )
     };

@@ -162,7 +162,7 @@ pub(crate) struct HelloMessage {
 
 pub(crate) fn random_nonce() -> Result<[u8; 32]> {
     let mut nonce = [0; 32];
-    OsRng.try_fill_bytes(&mut nonce).map_err(Error::from_call("getrandom"))?;
+    OsRng.try_fill_bytes(&mut nonce).map_err(Error::failed_call_mapper("getrandom"))?;
     Ok(nonce)
 }
 
@@ -305,7 +305,7 @@ impl DialerHandshake {
             .ok_or("an unknown status")?;
         // A refusal carries no public key, so an exchange would fail on its zero bytes.
         if let (Some(half), HandshakeStatus::Welcome) = (self.half, status) {
-            transcript.complete_exchange(HandshakeSide::Dialer, half);
+            transcript.complete_key_exchange(HandshakeSide::Dialer, half);
         }
         Ok((transcript, status))
     }
@@ -359,12 +359,12 @@ impl HandshakeTranscript {
         let mut transcript = Self { key: key.clone(), hello, challenge, secret: None };
         bytes[CHALLENGE_HEAD_BYTES..].copy_from_slice(&transcript.compute_mac(b"acceptor", &[]));
         if let Some(half) = half {
-            transcript.complete_exchange(HandshakeSide::Acceptor, half);
+            transcript.complete_key_exchange(HandshakeSide::Acceptor, half);
         }
         Ok((transcript, bytes))
     }
 
-    fn complete_exchange(&mut self, side: HandshakeSide, half: KeyExchangeHalf) {
+    fn complete_key_exchange(&mut self, side: HandshakeSide, half: KeyExchangeHalf) {
         let other = match side {
             HandshakeSide::Dialer => &self.challenge[CHALLENGE_PUBLIC_KEY_OFFSET..],
             HandshakeSide::Acceptor => &self.hello[HELLO_PUBLIC_KEY_OFFSET..HELLO_HEAD_BYTES],

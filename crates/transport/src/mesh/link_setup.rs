@@ -60,7 +60,7 @@ impl Mesh {
         let mut last_progress = started;
         loop {
             let pause = deadline.min(Instant::now() + PROBE_INTERVAL);
-            let waited = match self.shared.arrivals.await_connection(place, peer, pause) {
+            let waited = match self.shared.arrivals.await_arrived_connection(place, peer, pause) {
                 Err(Error::Timeout { what, .. }) => what,
                 other => return other,
             };
@@ -161,7 +161,8 @@ impl Mesh {
         let secured = dial::dial_any_address(&self.shared, &request, addresses, wait)?;
         // The handshake needs a blocking socket, and the service thread must never wait for one
         // peer.
-        rustix::io::ioctl_fionbio(&secured.socket, true).map_err(Error::from_call("ioctl"))?;
+        rustix::io::ioctl_fionbio(&secured.socket, true)
+            .map_err(Error::failed_call_mapper("ioctl"))?;
         self.shared.inbox.queue_peer_watch(PeerWatch::watch_remote(Arc::clone(peer), secured));
         // Recorded only after success, so a later link tries again after a failed dial.
         self.heartbeat_channels.lock().insert(peer.rank);

@@ -27,7 +27,7 @@ use parking_lot::Mutex;
 use crate::dial::DialWait;
 use crate::mesh_state::MeshState;
 use crate::multi_nic::{LinkRequest, PeerRoutes};
-use crate::peer::PeerState;
+use crate::peer_state::PeerState;
 use crate::secured_connection::SecuredConnection;
 use crate::{Error, Link, LinkKind, LinkReceiver, LinkSender, Result, tcp};
 
@@ -72,7 +72,7 @@ impl DialQueue {
                 let slot = waiting.slots.pop_back();
                 drop(waiting);
                 if let Some(slot) = slot {
-                    slot.publish_dial_result(Err(Error::from_call("clone")(error)));
+                    slot.publish_dial_result(Err(Error::failed_call_mapper("clone")(error)));
                 }
             }
         }
@@ -182,8 +182,8 @@ impl OnDemandLinkEnd {
             OnDemandState::Idle | OnDemandState::Requested => *state = OnDemandState::Requested,
         }
         if self.is_dialer() {
-            // The dial thread takes this lock in `publish_dial_result`, so it must be free before the slot
-            // is queued.
+            // The dial thread takes this lock in `publish_dial_result`, so it must be free before
+            // the slot is queued.
             drop(state);
             if is_new {
                 self.dial_queue.enqueue_link_to_dial(Arc::clone(self));
@@ -287,7 +287,7 @@ struct OnDemandSender {
 
 impl OnDemandSender {
     /// Returns the half of the open link, or `None` while the link is not open.
-    fn open_half(&mut self) -> Result<Option<&mut (dyn LinkSender + 'static)>> {
+    fn half_if_open(&mut self) -> Result<Option<&mut (dyn LinkSender + 'static)>> {
         if self.open.is_none()
             && self.slot.request_and_poll_open()?
             && let OnDemandState::Open { sender, .. } = &mut *self.slot.state.lock()
@@ -300,7 +300,7 @@ impl OnDemandSender {
 
 impl LinkSender for OnDemandSender {
     fn window(&mut self) -> Result<&mut [u8]> {
-        match self.open_half()? {
+        match self.half_if_open()? {
             Some(open) => open.window(),
             None => Ok(&mut []),
         }
@@ -308,7 +308,7 @@ impl LinkSender for OnDemandSender {
 
     fn commit(&mut self, bytes: usize) -> Result<()> {
         let rank = self.slot.peer.rank;
-        match self.open_half()? {
+        match self.half_if_open()? {
             Some(open) => open.commit(bytes),
             None => check_empty_window(bytes, rank),
         }
@@ -331,7 +331,7 @@ impl LinkSender for OnDemandSender {
 
     fn request_open(&mut self) {
         // The next call reports a failure.
-        drop(self.open_half());
+        drop(self.half_if_open());
     }
 }
 
@@ -342,7 +342,7 @@ struct OnDemandReceiver {
 
 impl OnDemandReceiver {
     /// Returns the half of the open link, or `None` while the link is not open.
-    fn open_half(&mut self) -> Result<Option<&mut (dyn LinkReceiver + 'static)>> {
+    fn half_if_open(&mut self) -> Result<Option<&mut (dyn LinkReceiver + 'static)>> {
         if self.open.is_none()
             && self.slot.request_and_poll_open()?
             && let OnDemandState::Open { receiver, .. } = &mut *self.slot.state.lock()
@@ -355,19 +355,19 @@ impl OnDemandReceiver {
 
 impl LinkReceiver for OnDemandReceiver {
     fn window(&mut self) -> Result<&[u8]> {
-        match self.open_half()? {
+        match self.half_if_open()? {
             Some(open) => open.window(),
             None => Ok(&[]),
         }
     }
 
     fn check_not_ended(&mut self) -> Result<()> {
-        self.open_half()?.map_or(Ok(()), |open| open.check_not_ended())
+        self.half_if_open()?.map_or(Ok(()), |open| open.check_not_ended())
     }
 
     fn release(&mut self, bytes: usize) -> Result<()> {
         let rank = self.slot.peer.rank;
-        match self.open_half()? {
+        match self.half_if_open()? {
             Some(open) => open.release(bytes),
             None => check_empty_window(bytes, rank),
         }

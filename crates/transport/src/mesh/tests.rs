@@ -10,13 +10,13 @@ use std::os::unix::net::UnixStream;
 use farandole_shm::descriptor_passing;
 
 use super::*;
-use crate::contract::{join_meshes, open_link_pair};
 use crate::handshake::key_exchange::{ConnectionKeys, HandshakeSide};
 use crate::handshake::{
     DialerHandshake, HELLO_BYTES, HandshakeStatus, HandshakeTranscript, HelloMessage, PROOF_BYTES,
     PROTOCOL_VERSION,
 };
 use crate::heartbeat_channel::{ControlMessage, HeartbeatChannel, ReceiveOutcome};
+use crate::link_contract::{join_meshes, open_link_pair};
 use crate::record::CipherSuite;
 use crate::{MemoryRendezvous, RendezvousParticipant, into_frame_halves};
 
@@ -124,7 +124,7 @@ fn a_peer_that_is_lost_on_one_connection_hears_last_words_on_another() {
     sender.send_final_frame(3, b"why");
     let limit = Instant::now() + PATIENCE;
     let mut hear = || loop {
-        if let Some(frame) = receiver.try_receive().unwrap() {
+        if let Some(frame) = receiver.try_receive_frame().unwrap() {
             return (frame.kind, frame.payload);
         }
         assert!(Instant::now() < limit);

@@ -17,12 +17,12 @@
 //! All payloads are encrypted, because this is the cheapest way to authenticate them (`cargo run
 //! --release -p farandole-transport --example seal_speed`).
 
+mod cipher_suite;
 mod layout;
-mod suite;
 
+pub(crate) use cipher_suite::CipherSuite;
+use cipher_suite::RecordCipher;
 pub(crate) use layout::{RECORD_HEADER_BYTES, RECORD_TAG_BYTES};
-pub(crate) use suite::CipherSuite;
-use suite::RecordCipher;
 
 /// Payload that, with its record, fills one packet of the Linux network stack: up to 64 KiB of
 /// whole segments, of 1,500 or 9,000 bytes on the network. A payload of 64 KiB needs a second

@@ -41,7 +41,7 @@ use rustix::io::Errno;
 use rustix::net::{Shutdown, shutdown, sockopt};
 
 use crate::mesh_state::MeshState;
-use crate::peer::PeerState;
+use crate::peer_state::PeerState;
 use crate::secured_connection::SecuredConnection;
 use crate::service_inbox::MonitoredLink;
 use crate::{Error, Link, LinkKind, LinkReceiver, LinkSender, Parker, Result, addresses};
@@ -155,7 +155,7 @@ impl OutgoingRing {
             while let Some(extent) = self.stripes.next_extent(number, end) {
                 let bytes =
                     &mut window[window_offset(base, extent.start)..window_offset(base, extent.end)];
-                match sending.send_step(socket, bytes) {
+                match sending.send_record_step(socket, bytes) {
                     Ok(sent) => self.stripes.advance_cursor(number, sent as u64),
                     Err(Errno::AGAIN) => break,
                     Err(error) => {
@@ -204,12 +204,12 @@ pub(crate) fn link_over_connections(
         receiving.push(RecordReceiver::new(keys.receiving));
     }
     for socket in &sockets {
-        rustix::io::ioctl_fionbio(socket, true).map_err(Error::from_call("ioctl"))?;
+        rustix::io::ioctl_fionbio(socket, true).map_err(Error::failed_call_mapper("ioctl"))?;
         // Ranks exchange small messages in turn; Nagle's algorithm would delay each by a round
         // trip.
-        sockopt::set_tcp_nodelay(socket, true).map_err(Error::from_call("setsockopt"))?;
+        sockopt::set_tcp_nodelay(socket, true).map_err(Error::failed_call_mapper("setsockopt"))?;
         path_liveness::enable_keepalive(socket, mesh.peer_timeout)
-            .map_err(Error::from_call("setsockopt"))?;
+            .map_err(Error::failed_call_mapper("setsockopt"))?;
         if !congestion.is_empty() {
             // If the algorithm is missing or not allowed, the system's default stays.
             let _ = sockopt::set_tcp_congestion(socket, congestion);

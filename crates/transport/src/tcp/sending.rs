@@ -39,7 +39,11 @@ impl RecordSender {
     /// then sent completely. `bytes` must not be empty and must begin where the last completely
     /// sent record ended. If a record was sealed but not completely sent, the next call must pass
     /// the same bytes.
-    pub(super) fn send_step(&mut self, socket: &OwnedFd, bytes: &mut [u8]) -> Result<usize, Errno> {
+    pub(super) fn send_record_step(
+        &mut self,
+        socket: &OwnedFd,
+        bytes: &mut [u8],
+    ) -> Result<usize, Errno> {
         let mut record = match self.record {
             Some(record) => record,
             None => {

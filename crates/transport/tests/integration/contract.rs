@@ -3,7 +3,7 @@
 
 //! Every kind of link passes the contract.
 
-use farandole_transport::contract::{
+use farandole_transport::link_contract::{
     both_directions_flow_at_the_same_time, join_meshes, open_link_pair, run_link_contract,
 };
 use farandole_transport::{LinkKind, loopback};

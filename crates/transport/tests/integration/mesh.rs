@@ -11,7 +11,7 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use farandole_transport::contract::{
+use farandole_transport::link_contract::{
     TEST_WAIT_LIMIT, join_meshes, open_link_pair, rank_zero_address, test_mesh_options,
 };
 use farandole_transport::{
@@ -74,7 +74,7 @@ fn eight_ranks_open_two_channels_and_all_hear_each_other() {
                     let limit = Instant::now() + TEST_WAIT_LIMIT;
                     for (_, receiver) in &mut ends {
                         let frame = loop {
-                            if let Some(frame) = receiver.try_receive().unwrap() {
+                            if let Some(frame) = receiver.try_receive_frame().unwrap() {
                                 break frame;
                             }
                             assert!(Instant::now() < limit);

@@ -9,7 +9,7 @@ use std::sync::Mutex;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use farandole_transport::contract::{
+use farandole_transport::link_contract::{
     DivertingRendezvous, TEST_WAIT_LIMIT, join_meshes, rank_zero_address, run_link_contract,
     test_mesh_options,
 };

@@ -13,7 +13,7 @@ use std::sync::mpsc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use farandole_transport::contract::{self, TEST_WAIT_LIMIT};
+use farandole_transport::link_contract::{self, TEST_WAIT_LIMIT};
 use farandole_transport::{
     Error, FrameReceiver, FrameSender, Link, LinkKind, MemoryRendezvous, Mesh, MeshOptions, Parker,
     Rendezvous, RendezvousParticipant, Result, into_frame_halves,
@@ -80,7 +80,7 @@ fn next(
     loop {
         parker.prepare_park();
         sender.flush()?;
-        if let Some(frame) = receiver.try_receive()? {
+        if let Some(frame) = receiver.try_receive_frame()? {
             parker.cancel_park();
             return Ok(frame.payload);
         }
@@ -303,7 +303,7 @@ fn two_starved_ranks() {
     }
     for kind in KINDS {
         let limits = getrlimit(Resource::Nofile);
-        let meshes = contract::join_meshes(2, |options| {
+        let meshes = link_contract::join_meshes(2, |options| {
             options.use_shared_memory = kind == LinkKind::SharedMemory;
             options.peer_timeout = TIMEOUT;
         });

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use farandole_config::{Config, PortRange};
 use farandole_fuzz::{Limit, Random, cases};
 use farandole_registrar::{
-    ElasticOptions, Registrar, RegistrarOptions, RelayedLinks, TaskClient, host,
+    ElasticOptions, Registrar, RegistrarOptions, RelayedLinks, TaskClient, local_host_facts,
 };
 use farandole_world::{Generation, TaskId};
 use rogue::{METHODS, Rogue};
@@ -90,7 +90,7 @@ impl Job {
         let registrar = registrar(HONEST);
         let agents: Vec<TaskClient> = (0..HONEST).map(|task| connect(&registrar, task)).collect();
         for agent in &agents {
-            agent.register_task(0, &host::host_facts(), soon()).unwrap();
+            agent.register_task(0, &local_host_facts::host_facts(), soon()).unwrap();
         }
         for agent in &agents {
             agent.await_assignment(soon()).unwrap();
@@ -98,7 +98,7 @@ impl Job {
         }
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let relays = (agents[0].open_relay(DOOR).unwrap(), agents[1].open_relay(DOOR).unwrap());
-        relays.0.accept_calls(listener.local_addr().unwrap().port()).unwrap();
+        relays.0.accept_relay_calls(listener.local_addr().unwrap().port()).unwrap();
         Self { registrar, agents, relays, listener, rounds: 0 }
     }
 
@@ -164,7 +164,7 @@ fn a_task_of_the_job_that_sends_garbage_stops_no_registrar() {
         let registrar = registrar(HONEST + 1);
         let agents: Vec<TaskClient> = (0..HONEST).map(|task| connect(&registrar, task)).collect();
         for agent in &agents {
-            agent.register_task(0, &host::host_facts(), soon()).unwrap();
+            agent.register_task(0, &local_host_facts::host_facts(), soon()).unwrap();
         }
         let rogue = Rogue::new(registrar.ticket());
         for _ in 0..40 {
@@ -187,7 +187,7 @@ fn a_worker_that_sends_garbage_stops_no_registrar_of_an_elastic_job() {
         let registrar = elastic();
         let agents: Vec<TaskClient> = (0..HONEST).map(|task| connect(&registrar, task)).collect();
         for agent in &agents {
-            agent.register_task(0, &host::host_facts(), soon()).unwrap();
+            agent.register_task(0, &local_host_facts::host_facts(), soon()).unwrap();
         }
         // In half of the cases there is a world, whose members, keys and meetings the rogue can
         // speak of.

@@ -11,17 +11,17 @@ from urllib.parse import unquote
 import numpy as np
 
 from farandole._native import store as native
-from farandole.data.arrow import pa
-from farandole.data.inputs.class_names import is_instance_by_name
+from farandole.data.inputs.optional_package_types import is_instance_by_name
 from farandole.data.inputs.table_snapshot import (
     FIELD_ID_KEY,
     STORED_NAME_KEY,
     TableColumn,
     TableFile,
     TableSnapshot,
+    field_name_in_files,
     full_file_path,
-    stored_name,
 )
+from farandole.data.lazy_pyarrow import pa
 
 if TYPE_CHECKING:
     import datetime as dt
@@ -185,7 +185,7 @@ def _table_columns(table: Any, features: set[str], name: str) -> tuple[TableColu
         raise ValueError(f"{name} has a column mapping that is not read: {mode}")
     schema = json.loads(table.schema().to_json())
     fields = [_arrow_field(one, mode, name) for one in schema["fields"]]
-    return tuple(TableColumn(one, (stored_name(one),)) for one in fields)
+    return tuple(TableColumn(one, (field_name_in_files(one),)) for one in fields)
 
 
 def _arrow_field(entry: dict[str, Any], mode: str, table: str) -> pa.Field:

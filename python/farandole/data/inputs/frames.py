@@ -7,16 +7,16 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from farandole.data.arrow import pa
-from farandole.data.inputs.class_names import is_instance_by_name
-from farandole.data.inputs.content import table_digest
+from farandole.data.inputs.content_digests import table_digest
+from farandole.data.inputs.optional_package_types import is_instance_by_name
+from farandole.data.inputs.source_units import MAX_BATCH_ROWS, RowSource, units_of_single_stream
 from farandole.data.inputs.tables import (
     is_duckdb_relation,
     is_table,
-    run_relation_query,
     relation_schema,
+    run_relation_query,
 )
-from farandole.data.inputs.units import MAX_BATCH_ROWS, RowSource, units_of_single_stream
+from farandole.data.lazy_pyarrow import pa
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -108,7 +108,9 @@ def _lazy_frame_source(frame: Any) -> RowSource:
             yield from part.to_arrow().to_batches()
 
     schema = frame.collect_schema().to_frame().to_arrow().schema
-    return RowSource(schema, None, units_of_single_stream("the lazy frame", read_batches), ordered=False)
+    return RowSource(
+        schema, None, units_of_single_stream("the lazy frame", read_batches), ordered=False
+    )
 
 
 def _relation_source(relation: Any) -> RowSource:
@@ -175,7 +177,9 @@ def _table_source(table: pa.Table) -> RowSource:
     def read_batches(columns: list[str]) -> Iterator[pa.RecordBatch]:
         return iter(table.select(columns).to_batches(max_chunksize=MAX_BATCH_ROWS))
 
-    return RowSource(table.schema, table_digest(table), units_of_single_stream("the table", read_batches))
+    return RowSource(
+        table.schema, table_digest(table), units_of_single_stream("the table", read_batches)
+    )
 
 
 def _stream_source(reader: pa.RecordBatchReader) -> RowSource:

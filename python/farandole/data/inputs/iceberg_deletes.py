@@ -10,15 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from farandole.data.arrow import pa, pc, pq
-from farandole.data.inputs.files import arrow_filesystem
-from farandole.data.inputs.iceberg_values import require_parquet_format, identity_partition_values, schema_columns
+from farandole.data.inputs.file_discovery import arrow_filesystem
+from farandole.data.inputs.iceberg_values import (
+    identity_partition_values,
+    require_parquet_format,
+    schema_columns,
+)
 from farandole.data.inputs.table_snapshot import (
     TableColumn,
     TableFile,
     TableSnapshot,
     full_file_path,
 )
+from farandole.data.lazy_pyarrow import pa, pc, pq
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -53,7 +57,7 @@ class DeleteFiles:
         self._equality: list[_EqualityDelete] = []
         self._seen_puffins: set[str] = set()
 
-    def add_entry(self, entry: Any) -> None:
+    def read_delete_file(self, entry: Any) -> None:
         """Reads a delete file.
 
         Args:
@@ -109,7 +113,7 @@ class DeleteFiles:
             found = chosen.to_numpy(zero_copy_only=False).astype(np.uint64)
             self._positions[data_file].append((sequence, found))
 
-    def deleted_rows(self, entry: Any) -> npt.NDArray[np.uint64] | None:
+    def deleted_row_positions(self, entry: Any) -> npt.NDArray[np.uint64] | None:
         """Returns the ascending positions of the deleted rows of a data file; `None` if there are
         none.
 

@@ -9,14 +9,14 @@ import re
 from typing import Any
 
 from farandole._native import store as native
-from farandole.data.inputs.class_names import is_instance_by_name
 from farandole.data.inputs.iceberg_deletes import DeleteFiles
 from farandole.data.inputs.iceberg_values import (
-    require_parquet_format,
     identity_partition_values,
-    schema_columns,
+    require_parquet_format,
     scalar_of_column_type,
+    schema_columns,
 )
+from farandole.data.inputs.optional_package_types import is_instance_by_name
 from farandole.data.inputs.table_snapshot import (
     TableColumn,
     TableFile,
@@ -166,7 +166,7 @@ def _data_files(
                 require_parquet_format(file, name)
                 data.append(entry)
             else:
-                deletes.add_entry(entry)
+                deletes.read_delete_file(entry)
     known = {column.field_id: column for column in columns}
     initial = {
         known[field.field_id].name: scalar_of_column_type(
@@ -182,7 +182,7 @@ def _data_files(
             TableFile(
                 full_file_path("", file.file_path),
                 initial | identity_partition_values(table, file, columns),
-                deletes.deleted_rows(entry),
+                deletes.deleted_row_positions(entry),
             )
         )
     return files

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from farandole.data.arrow import pa
 from farandole.data.inputs.table_snapshot import FIELD_ID_KEY, TableColumn
+from farandole.data.lazy_pyarrow import pa
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -30,7 +30,9 @@ def schema_columns(table: Any, schema: Any) -> Iterator[TableColumn]:
         yield TableColumn(field, names.get(int(field.metadata[FIELD_ID_KEY]), ()))
 
 
-def identity_partition_values(table: Any, file: Any, columns: Iterable[TableColumn]) -> dict[str, Any]:
+def identity_partition_values(
+    table: Any, file: Any, columns: Iterable[TableColumn]
+) -> dict[str, Any]:
     """Returns the values of the columns whose values partition a file as they are, by name.
 
     Args:

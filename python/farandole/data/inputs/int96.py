@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from farandole.data.arrow import ds, pa
 from farandole.data.inputs.parquet_columns import (
     columns_of_leaf,
     file_fragments,
     unnest_values,
 )
+from farandole.data.lazy_pyarrow import ds, pa
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -131,7 +131,7 @@ def check_int96_range(
     for batch, other in zip(batches, coarse, strict=True):
         for column in wide:
             if column in batch.schema.names:
-                _check_column(batch.column(column), other.column(column), column, name, row)
+                _check_int96_column(batch.column(column), other.column(column), column, name, row)
         row += batch.num_rows
         yield batch
 
@@ -146,7 +146,7 @@ def _int96_columns(fragment: Any) -> list[str]:
     return list(dict.fromkeys(name for path in paths for name in columns_of_leaf(path, schema)))
 
 
-def _check_column(fine: Any, coarse: Any, column: str, name: str, row: int) -> None:
+def _check_int96_column(fine: Any, coarse: Any, column: str, name: str, row: int) -> None:
     is_nested = pa.types.is_nested(fine.type)
     fine, coarse = unnest_values(fine), unnest_values(coarse)
     if not pa.types.is_timestamp(fine.type):

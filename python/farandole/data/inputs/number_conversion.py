@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from farandole.data.arrow import pa
+from farandole.data.lazy_pyarrow import pa
 
 _MICROSECONDS_PER_UNIT = {"s": 1_000_000, "ms": 1000, "us": 1}
 _NANOSECONDS_PER_MICROSECOND = 1000

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from farandole.data.arrow import ds, pa
+from farandole.data.lazy_pyarrow import ds, pa
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from farandole.data.arrow import pa, pc
-from farandole.data.inputs.units import convert_columns
+from farandole.data.inputs.source_units import convert_source_columns
+from farandole.data.lazy_pyarrow import pa, pc
 
 if TYPE_CHECKING:
-    from farandole.data.inputs.units import RowSource
+    from farandole.data.inputs.source_units import RowSource
 
 
 def decode_run_ends(source: RowSource) -> RowSource:
@@ -21,7 +21,7 @@ def decode_run_ends(source: RowSource) -> RowSource:
     Args:
         source: As it was opened.
     """
-    return convert_columns(source, _plain_type, _decode_run_end_column)
+    return convert_source_columns(source, _type_of_runs, _decode_run_end_column)
 
 
 def _decode_run_end_column(column: Any, _name: str) -> Any:
@@ -34,12 +34,12 @@ def _decode_run_end_column(column: Any, _name: str) -> Any:
         count, first = column.find_physical_length(), column.find_physical_offset()
         ends = column.run_ends.to_numpy()[first : first + count].astype(np.int64) - column.offset
         lengths = np.diff(np.minimum(ends, len(column)), prepend=0)
-        values = column.values.cast(_plain_type(column.type))
+        values = column.values.cast(_type_of_runs(column.type))
         decoded = values.take(pa.array(np.repeat(np.arange(first, first + count), lengths)))
-    return decoded.cast(_plain_type(column.type))
+    return decoded.cast(_type_of_runs(column.type))
 
 
-def _plain_type(kind: Any) -> pa.DataType:
+def _type_of_runs(kind: Any) -> pa.DataType:
     """Returns the type of the values that runs become; views, which Arrow cannot take, are plain
     texts.
     """

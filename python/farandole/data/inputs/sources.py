@@ -16,27 +16,27 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from farandole.data.arrow import ds, pa
-from farandole.data.inputs.files import arrow_filesystem, file_extensions, find_files
-from farandole.data.inputs.frames import frame_source, is_arrow_dataset, is_spark_dataframe
-from farandole.data.inputs.int96 import (
-    check_int96_files,
-    check_int96_range,
-    read_int96_as_microseconds,
-    fragment_with_int96_unit,
-)
-from farandole.data.inputs.old_calendar import refuse_ambiguous_files, refuse_ambiguous_times
-from farandole.data.inputs.partitions import (
+from farandole.data.inputs.directory_partitions import (
     common_directory,
     fragment_partition_values,
     partition_column_names,
     partitioned_dataset,
 )
+from farandole.data.inputs.file_discovery import arrow_filesystem, file_extensions, find_files
+from farandole.data.inputs.frames import frame_source, is_arrow_dataset, is_spark_dataframe
+from farandole.data.inputs.int96 import (
+    check_int96_files,
+    check_int96_range,
+    fragment_with_int96_unit,
+    read_int96_as_microseconds,
+)
+from farandole.data.inputs.legacy_calendar import refuse_ambiguous_files, refuse_ambiguous_times
 from farandole.data.inputs.run_end_encoding import decode_run_ends
+from farandole.data.inputs.source_units import MAX_BATCH_ROWS, RowSource, SourceUnit
 from farandole.data.inputs.table_snapshot import FileBatchConversion
-from farandole.data.inputs.tables import find_table
-from farandole.data.inputs.tensors import decode_tensors
-from farandole.data.inputs.units import MAX_BATCH_ROWS, RowSource, SourceUnit
+from farandole.data.inputs.tables import open_if_table
+from farandole.data.inputs.tensor_columns import decode_tensors
+from farandole.data.lazy_pyarrow import ds, pa
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -112,7 +112,7 @@ def _open_rows(
     types: Mapping[str, Any] | None,
     options: Mapping[str, Any] | None,
 ) -> RowSource | None:
-    table = find_table(source)
+    table = open_if_table(source)
     if table is not None:
         return table_source(table)
     found = open_files(source, given, types, options)
@@ -170,7 +170,7 @@ def open_files(
         repr(sorted((types or {}).items())),
         repr(sorted((options or {}).items())),
     ]
-    version_parts += sorted(file.version_text for file in everything)
+    version_parts += sorted(file.file_version_text for file in everything)
     print_ = "files " + hashlib.sha256("\n".join(version_parts).encode()).hexdigest()
     return dataset, print_, kind in _SELF_DESCRIBING_FORMATS
 
@@ -332,7 +332,7 @@ def table_as_plain_dataset(table: TableSnapshot) -> Any:
     Args:
         table: At one version.
     """
-    if not table.is_plain:
+    if not table.files_match_table:
         return None
     reading = _file_format("parquet", {}, {})
     fragments = []
@@ -414,7 +414,9 @@ def _common_field(name: str, files: list[tuple[Any, pa.Schema]], *, typed: bool)
         other = schema.field(name)
         if other.type == field.type:
             continue
-        merged = _field_of_equal_values(field, other) if typed else _field_for_both_guesses(field, other)
+        merged = (
+            _field_of_equal_values(field, other) if typed else _field_for_both_guesses(field, other)
+        )
         if merged is None:
             raise ValueError(
                 f"column {name!r} is {other.type} in {_fragment_path(fragment)}, in "

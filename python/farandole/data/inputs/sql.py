@@ -17,13 +17,13 @@ import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from farandole.data.arrow import pa
 from farandole.data.inputs.frames import in_memory_table
 from farandole.data.inputs.int96 import check_int96_files, read_int96_as_microseconds
-from farandole.data.inputs.old_calendar import refuse_ambiguous_files
+from farandole.data.inputs.legacy_calendar import refuse_ambiguous_files
+from farandole.data.inputs.source_units import RowSource, units_of_single_stream
 from farandole.data.inputs.sources import open_files, table_as_plain_dataset, table_source
-from farandole.data.inputs.tables import find_table
-from farandole.data.inputs.units import RowSource, units_of_single_stream
+from farandole.data.inputs.tables import open_if_table
+from farandole.data.lazy_pyarrow import pa
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -103,7 +103,9 @@ def query_source(
         "\n".join([sql, *(f"{name} {text}" for name, text in prints)]).encode()
     ).hexdigest()
 
-    units = units_of_single_stream("the query", lambda columns: _stream_query(frame, columns, spill))
+    units = units_of_single_stream(
+        "the query", lambda columns: _stream_query(frame, columns, spill)
+    )
     # Without ORDER BY, a query may return its rows in a different order each time.
     return RowSource(schema, f"query {digest}" if fixed else None, units, ordered=False)
 
@@ -116,7 +118,7 @@ def _register_table(
     types: Mapping[str, Any] | None,
     options: Mapping[str, Any] | None,
 ) -> str | None:
-    at_version = find_table(source)
+    at_version = open_if_table(source)
     if at_version is not None:
         plain = table_as_plain_dataset(at_version)
         if plain is not None:

@@ -16,8 +16,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from farandole._native.reader import Dataset
-from farandole.data.arrow import is_list_type, pa
-from farandole.data.inputs.partitions import common_directory, partition_dtype, partition_text
+from farandole.data.inputs.directory_partitions import (
+    common_directory,
+    partition_dtype,
+    partition_text,
+)
+from farandole.data.lazy_pyarrow import is_list_type, pa
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -136,7 +140,7 @@ class TableSnapshot:
         return pa.schema([_plain_field(one.arrow_field) for one in self.columns])
 
     @property
-    def is_plain(self) -> bool:
+    def files_match_table(self) -> bool:
         """Whether all columns have their names and types in the files, and no row is deleted."""
         return (
             not self.is_widened
@@ -261,7 +265,9 @@ class FileBatchConversion:
             else:
                 try:
                     arrays.append(
-                        _convert_to_table_type(batch.column(stored.name), stored, column.arrow_field)
+                        _convert_to_table_type(
+                            batch.column(stored.name), stored, column.arrow_field
+                        )
                     )
                 except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
                     raise ValueError(
@@ -282,7 +288,7 @@ class FileBatchConversion:
         return pa.array(keep)
 
 
-def stored_name(field: pa.Field) -> str:
+def field_name_in_files(field: pa.Field) -> str:
     """Returns the name of a field of a table in files without numbers.
 
     Args:
@@ -299,10 +305,12 @@ def _field_id(field: pa.Field) -> int | None:
 
 def _plain_field(arrow_field: pa.Field) -> pa.Field:
     """Returns a field without metadata, also in the fields within it."""
-    return pa.field(arrow_field.name, _plain_type(arrow_field.type), arrow_field.nullable)
+    return pa.field(
+        arrow_field.name, _type_without_metadata(arrow_field.type), arrow_field.nullable
+    )
 
 
-def _plain_type(kind: pa.DataType) -> pa.DataType:
+def _type_without_metadata(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_struct(kind):
         return pa.struct([_plain_field(kind.field(index)) for index in range(kind.num_fields)])
     if pa.types.is_list(kind):
@@ -335,10 +343,10 @@ def _convert_to_table_type(array: pa.Array, stored: pa.Field, wanted: pa.Field) 
         arrays, fields = [], []
         for index in range(kind.num_fields):
             child = kind.field(index)
-            column = TableColumn(child, (stored_name(child),))
+            column = TableColumn(child, (field_name_in_files(child),))
             found = _find_stored_field(column, inside, has_ids=has_ids)
             arrays.append(
-                pa.nulls(len(array), _plain_type(child.type))
+                pa.nulls(len(array), _type_without_metadata(child.type))
                 if found is None
                 else _convert_to_table_type(array.field(inside.index(found)), found, child)
             )
@@ -347,5 +355,5 @@ def _convert_to_table_type(array: pa.Array, stored: pa.Field, wanted: pa.Field) 
     if pa.types.is_list(kind) and pa.types.is_list(stored.type):
         values = _convert_to_table_type(array.values, stored.type.value_field, kind.value_field)
         made = pa.ListArray.from_arrays(array.offsets, values, mask=array.is_null())
-        return made.cast(_plain_type(kind))
-    return array if array.type == kind else array.cast(_plain_type(kind))
+        return made.cast(_type_without_metadata(kind))
+    return array if array.type == kind else array.cast(_type_without_metadata(kind))

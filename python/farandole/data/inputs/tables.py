@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from farandole.data.inputs.class_names import is_instance_by_name
 from farandole.data.inputs.delta_tables import delta_snapshot, is_delta_table, open_delta_table
 from farandole.data.inputs.iceberg_tables import (
     iceberg_snapshot,
@@ -15,6 +14,7 @@ from farandole.data.inputs.iceberg_tables import (
     open_iceberg_table,
     parse_timestamp,
 )
+from farandole.data.inputs.optional_package_types import is_instance_by_name
 from farandole.data.inputs.table_snapshot import TableSnapshot
 
 if TYPE_CHECKING:
@@ -95,13 +95,13 @@ def open_table(
     """
     if version is not None and timestamp is not None:
         raise ValueError("at most one of version and timestamp may be given")
-    found = find_table(source, version, timestamp)
+    found = open_if_table(source, version, timestamp)
     if found is None:
         raise ValueError(f"neither a Delta table nor an Iceberg table: {source}")
     return found
 
 
-def find_table(
+def open_if_table(
     source: Any, version: int | None = None, timestamp: dt.datetime | str | None = None
 ) -> TableSnapshot | None:
     """Returns the table that a source is, or whose only path it is; `None` for everything else.
@@ -134,12 +134,17 @@ def find_table(
     if len(paths) == 1:
         return _open_table_in_directory(paths[0], version, moment)
     for path in paths:
-        if not path.endswith(_FILE_SUFFIXES) and _open_table_in_directory(path, version, moment) is not None:
+        if (
+            not path.endswith(_FILE_SUFFIXES)
+            and _open_table_in_directory(path, version, moment) is not None
+        ):
             raise ValueError(f"a Delta or Iceberg table must be the only source: {path}")
     return None
 
 
-def _open_table_in_directory(path: str, version: int | None, moment: dt.datetime | None) -> TableSnapshot | None:
+def _open_table_in_directory(
+    path: str, version: int | None, moment: dt.datetime | None
+) -> TableSnapshot | None:
     delta = open_delta_table(path, version, moment)
     if delta is not None:
         return delta_snapshot(delta)

@@ -19,21 +19,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
-from farandole.data.arrow import pa, pq
-from farandole.data.batch_counters import quote_column
 from farandole.data.columns import refuse_missing_columns
 from farandole.data.inputs.frames import is_spark_dataframe
 from farandole.data.inputs.number_conversion import to_batch_numbers
 from farandole.data.inputs.sources import open_source
-from farandole.data.inputs.tensors import nested_lists_as_tensors
-from farandole.data.inputs.vectors import decode_spark_vectors
+from farandole.data.inputs.spark_vectors import decode_spark_vectors
+from farandole.data.inputs.tensor_columns import nested_lists_as_tensors
+from farandole.data.lazy_pyarrow import pa, pq
 from farandole.data.loader import ParquetLoader
 from farandole.data.ragged import Nested, Pad, check_pad_value, list_element_dtype
+from farandole.data.statistics_passes import quote_column
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from farandole.data.ragged import Ragged
+    from farandole.data.ragged import RaggedColumn
 
 _URL_PATTERN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 ROW_GROUP_ROWS = 16384
@@ -119,7 +119,7 @@ class _FrameLoader(ParquetLoader):
         directory: Path,
         batch_size: int,
         columns: Sequence[str] | None,
-        lists: Mapping[str, Ragged],
+        lists: Mapping[str, RaggedColumn],
         **options: Any,
     ) -> None:
         self._stored = dict(lists)
@@ -128,7 +128,7 @@ class _FrameLoader(ParquetLoader):
     def _source_description(self) -> str:
         return "frame_loader"
 
-    def _stored_ragged_columns(self) -> dict[str, Ragged]:
+    def _stored_ragged_columns(self) -> dict[str, RaggedColumn]:
         return dict(self._stored)
 
 
@@ -214,7 +214,7 @@ def _is_user_defined(kind: Any) -> bool:
 
 def _write_from_executors(
     frame: Any, directory: Path, wanted: Mapping[str, Pad | Nested]
-) -> tuple[int, dict[str, Ragged]]:
+) -> tuple[int, dict[str, RaggedColumn]]:
     """Lets Spark write the rows, and returns their number and their ragged columns."""
     from pyspark.sql import Observation, functions, types  # noqa: PLC0415 - only where there is Spark
 
@@ -265,13 +265,13 @@ def _element_dtypes(schema: pa.Schema, wanted: Mapping[str, Pad | Nested]) -> di
 
 def _unbounded_ragged_columns(
     wanted: Mapping[str, Pad | Nested], kinds: Mapping[str, str]
-) -> dict[str, Ragged]:
+) -> dict[str, RaggedColumn]:
     """Returns ragged columns as they are written, before the length of the longest row is known."""
     return {name: one.known(kinds[name], _UNLIMITED_LIST_LENGTH) for name, one in wanted.items()}
 
 
 def _encode_numbered_batches(
-    batches: Iterable[pa.RecordBatch], names: list[str], lists: Mapping[str, Ragged]
+    batches: Iterable[pa.RecordBatch], names: list[str], lists: Mapping[str, RaggedColumn]
 ) -> Iterator[pa.RecordBatch]:
     """Record batches as `_encode_ragged_batches` returns them, with columns by number outside."""
     numbers: list[str] = []
@@ -286,7 +286,7 @@ def _encode_numbered_batches(
 
 
 def _encode_ragged_batches(
-    batches: Iterable[pa.RecordBatch], lists: Mapping[str, Ragged]
+    batches: Iterable[pa.RecordBatch], lists: Mapping[str, RaggedColumn]
 ) -> Iterator[pa.RecordBatch]:
     """Record batches whose ragged columns are the bytes of each row's values."""
     for batch in batches:
@@ -343,7 +343,7 @@ def _write_rows(
     directory: Path,
     wanted: Mapping[str, Pad | Nested],
     types: Mapping[str, Any] | None,
-) -> dict[str, Ragged]:
+) -> dict[str, RaggedColumn]:
     """Writes the rows, and returns their ragged columns."""
     source = decode_spark_vectors(open_source(frame, types=types))
     names = source.schema.names if columns is None else list(columns)

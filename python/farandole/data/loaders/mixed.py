@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from farandole.common.check import check_whole_number
+from farandole.common.argument_checks import check_whole_number
 from farandole.data.data_loader_base import BaseDataLoader, close_iterator
 from farandole.data.loader import WEIGHTS_KEY
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from farandole.common.check import check_whole_number
+from farandole.common.argument_checks import check_whole_number
 from farandole.data.data_loader_base import BaseDataLoader
 from farandole.data.loader import WEIGHTS_KEY, ParquetLoader
 
@@ -86,8 +86,8 @@ class PoolLoader(BaseDataLoader):
             return 0
         last = first + (pools - 1) * size
         return (
-            (pools - 1) * self._batch_count(first)
-            + self._batch_count(min(last, rows))
+            (pools - 1) * self._pool_batch_count(first)
+            + self._pool_batch_count(min(last, rows))
             - self._skipped_batches
         )
 
@@ -97,7 +97,7 @@ class PoolLoader(BaseDataLoader):
         return {**self.loader.state_dict(), "epoch": epoch, "rows": rows}
 
     @abstractmethod
-    def _batch_count(self, start: int) -> int:
+    def _pool_batch_count(self, start: int) -> int:
         """Batches of the pool that begins at a row of the epoch, the same on every rank."""
 
     @abstractmethod
@@ -227,7 +227,7 @@ class WeightedLoader(PoolLoader):
                 f"{', '.join(loader.columns)}"
             )
 
-    def _batch_count(self, start: int) -> int:
+    def _pool_batch_count(self, start: int) -> int:
         del start
         return 1
 
@@ -344,12 +344,15 @@ class LengthLoader(PoolLoader):
         loader._length_suffix = LENGTH_SUFFIX  # noqa: SLF001 - internal to this package
         self._column, self._even = column, even
 
-    def _batch_count(self, start: int) -> int:
+    def _pool_batch_count(self, start: int) -> int:
         return -(-self._max_pool_row_count(start) // self.batch_size)
 
     def _cut_pool_into_batches(self, pool: Batch, epoch: int, start: int) -> list[Batch]:
         ragged = self.loader._ragged  # noqa: SLF001 - internal to this package
-        lengths, count = np.asarray(pool[self._column + LENGTH_SUFFIX]), self._batch_count(start)
+        lengths, count = (
+            np.asarray(pool[self._column + LENGTH_SUFFIX]),
+            self._pool_batch_count(start),
+        )
         mixed = self._random_generator(epoch, start, self.loader.rank).permutation(len(lengths))
         ordered = mixed[np.argsort(-lengths[mixed], kind="stable")]
         if self._even == "values":

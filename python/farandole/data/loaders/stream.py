@@ -13,15 +13,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from farandole.common.check import check_whole_number
+from farandole.common.argument_checks import check_whole_number
 from farandole.data.arrays import make_result_converter
-from farandole.data.arrow import pa
+from farandole.data.batch_transform import (
+    ResultShapeRecord,
+    _check_result_arrays,
+    column_from_arrow,
+)
 from farandole.data.columns import refuse_missing_columns
 from farandole.data.data_loader_base import BaseDataLoader
 from farandole.data.inputs.frames import is_ray_shard, ray_tables
 from farandole.data.inputs.sources import open_source
-from farandole.data.loader import rank_and_size
-from farandole.data.transform import ResultShapeRecord, _check_result_arrays, column_from_arrow
+from farandole.data.lazy_pyarrow import pa
+from farandole.data.loader import resolve_rank_and_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -99,7 +103,7 @@ class StreamLoader(BaseDataLoader):
                 "a shard of a Ray data set is one rank's already: pass no rank and no size: "
                 f"{rank}, {size}"
             )
-        self.rank, self.size = (0, 1) if shard else rank_and_size(rank, size)
+        self.rank, self.size = (0, 1) if shard else resolve_rank_and_size(rank, size)
         self.batch_size, self.seed = batch_size, seed
         self._columns = None if columns is None else list(columns)
         self._steps = steps_per_epoch

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from farandole.runner.outcome import TaskOutcome
+    from farandole.runner.worker_task_outcome import TaskOutcome
 
 _RESTART_DELAY = 1.0
 _MAX_RESTART_DELAY = 30.0

@@ -16,8 +16,8 @@ from farandole.common.exceptions import FarandoleInternalError
 from farandole.runner.errors import FarandoleJobError
 from farandole.runner.event_handler import EventHandler
 from farandole.runner.job_observer import NULL_OBSERVER
-from farandole.runner.outcome import TaskOutcome, results_by_rank, task_failure
 from farandole.runner.worker import EXECUTOR_VARIABLE as WHERE
+from farandole.runner.worker_task_outcome import TaskOutcome, results_by_rank, task_failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from farandole._native import store as native
 from farandole.runner import timelines
-from farandole.runner.rank_files import RankFiles
+from farandole.runner.rank_files import RankOutputFiles
 from farandole.runner.show.history import flatten_history_entry
 from farandole.runner.show.run_environment import describe_code, describe_environment
 from farandole.runner.show.run_reporter import RunReportReceiver
@@ -76,7 +76,7 @@ class RunJournal(RunReportReceiver):
         output: Path | None = None,
     ) -> None:
         self._output = output
-        self._files: RankFiles | None = None
+        self._files: RankOutputFiles | None = None
         self._remote = remote
         self._clock = clock
         self._lock = threading.Lock()
@@ -138,7 +138,7 @@ class RunJournal(RunReportReceiver):
             return
         try:
             if self._files is None:
-                self._files = RankFiles(
+                self._files = RankOutputFiles(
                     self._output,
                     max(int(self._record.get("size") or 0), rank + 1),
                     append=True,

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from farandole.runner.backend import Backend, LocalBackend
     from farandole.spark.common.backend import SparkBackend
-    from farandole.spark.common.runs.driver import RunDiffersError
+    from farandole.spark.common.runs.run_fingerprint_check import RunDiffersError
     from farandole.stores.databricks import DBFSLocalStore
     from farandole.stores.run_lease import RunInUseError
-    from farandole.stores.services import HDFSStore, ObjectStore
+    from farandole.stores.service_stores import HDFSStore, ObjectStore
     from farandole.stores.store import AbstractFilesystemStore, FilesystemStore, LocalStore, Store
 
 _MODULE_BY_NAME = {
@@ -24,11 +24,11 @@ _MODULE_BY_NAME = {
     "AbstractFilesystemStore": "farandole.stores.store",
     "DBFSLocalStore": "farandole.stores.databricks",
     "FilesystemStore": "farandole.stores.store",
-    "HDFSStore": "farandole.stores.services",
+    "HDFSStore": "farandole.stores.service_stores",
     "LocalStore": "farandole.stores.store",
-    "ObjectStore": "farandole.stores.services",
+    "ObjectStore": "farandole.stores.service_stores",
     "Store": "farandole.stores.store",
-    "RunDiffersError": "farandole.spark.common.runs.driver",
+    "RunDiffersError": "farandole.spark.common.runs.run_fingerprint_check",
     "RunInUseError": "farandole.stores.run_lease",
 }
 

@@ -11,13 +11,13 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from farandole.common.check import make_minimum_check
-from farandole.runner import environment
+from farandole.common.argument_checks import make_minimum_check
+from farandole.runner import forwarded_variables
 from farandole.runner.backend import Backend, LocalBackend, given_size_bounds
 from farandole.runner.gang import JobOutput
-from farandole.runner.limits import spark_start_timeout_seconds
+from farandole.runner.job_limits import spark_start_timeout_seconds
 from farandole.spark import runner
-from farandole.spark.job.session import SparkSessionAdapter
+from farandole.spark.job.session_adapter import SparkSessionAdapter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -88,8 +88,8 @@ class SparkBackend(Backend):
 
     Unlike `farandole.spark.run`, `SparkBackend` forwards variables of the driver to the workers:
     the settings of Farandole, of frameworks and of numerical libraries that
-    `farandole.runner.environment` lists. `CUDA_VISIBLE_DEVICES` and variables that look like
-    secrets are never forwarded. `verbose=2` names the variables that were left out.
+    `farandole.runner.forwarded_variables` lists. `CUDA_VISIBLE_DEVICES` and variables that look
+    like secrets are never forwarded. `verbose=2` names the variables that were left out.
 
     With `min_num_proc` or `max_num_proc` the job is elastic, like a job of
     `farandole.spark.run_elastic`: when a worker is lost, the other workers continue, and a new
@@ -145,7 +145,7 @@ class SparkBackend(Backend):
         """Like `Backend.run`; also raises the errors of `farandole.spark.run`."""
         base: dict[str, str | None] = dict(self._env or {})
         if self._env is None:
-            taken, left = environment.split_forwarded_variables(
+            taken, left = forwarded_variables.split_forwarded_variables(
                 os.environ, self._pass_env, _DRIVER_ONLY_VARIABLES
             )
             base |= taken
@@ -189,7 +189,9 @@ class SparkBackend(Backend):
         if self._num_proc is None:
             most = self._bounds.get("max_num_proc")
             return (
-                SparkSessionAdapter.from_active_session().default_parallelism() if most is None else most
+                SparkSessionAdapter.from_active_session().default_parallelism()
+                if most is None
+                else most
             )
         return self._num_proc
 

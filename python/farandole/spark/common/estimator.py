@@ -23,35 +23,32 @@ from pyspark.ml import Estimator
 from pyspark.ml.base import _FitMultipleIterator
 
 from farandole.data.columns import ColumnRoles, check_columns_present
-from farandole.data.learning import LEARNED_FILL_WORDS, EncodingSpec
-from farandole.data.splits import resolve_validation_split
+from farandole.data.encoding_learning import LEARNED_FILL_WORDS, EncodingSpec
+from farandole.data.validation_splits import resolve_validation_split
 from farandole.runner.errors import FarandoleJobError
 from farandole.runner.show.journal import keep_run_journal
-from farandole.runner.show.training import report_run
+from farandole.runner.show.training_run_reports import report_run
 from farandole.runner.timelines import collect_timelines
 from farandole.spark.common.backend import CurrentStandardStream, SparkBackend
 from farandole.spark.common.data.data_cleanup import delete_stale_prepared_data
 from farandole.spark.common.data.encoded_copies import hold_encoded_data
 from farandole.spark.common.data.existing_data import ExistingDataPaths, hold_prepared_data_leases
 from farandole.spark.common.data.prepare import declare_same_rows, find_existing_data, prepare_data
-from farandole.spark.common.data.reading import training_data_spec
 from farandole.spark.common.data.schema import check_types
-from farandole.spark.common.data.training_statistics import add_statistics_to_prepared_data, add_statistics_to_existing_data
+from farandole.spark.common.data.training_data import training_data_spec
+from farandole.spark.common.data.training_statistics import (
+    add_statistics_to_existing_data,
+    add_statistics_to_prepared_data,
+)
 from farandole.spark.common.model.base import (
     FarandoleModel,
     refuse_class_columns_for_values,
     require_output_form,
 )
-from farandole.spark.common.model.classes import ClassificationParams
+from farandole.spark.common.model.class_columns import ClassificationParams
 from farandole.spark.common.model.signature import describe_column_mapping, input_signature
 from farandole.spark.common.params import EstimatorParams
 from farandole.spark.common.runs.digests import value_digest
-from farandole.spark.common.runs.driver import (
-    begin_run,
-    hold_run_lease,
-    mark_param_map_fit,
-    run_id_of_fit,
-)
 from farandole.spark.common.runs.fingerprint import (
     LENGTH_PARAMS,
     Fingerprint,
@@ -59,11 +56,17 @@ from farandole.spark.common.runs.fingerprint import (
     parameter_parts,
 )
 from farandole.spark.common.runs.finite_loss import NotFiniteError
+from farandole.spark.common.runs.run_fingerprint_check import (
+    check_or_store_fingerprint,
+    hold_run_lease,
+    mark_param_map_fit,
+    run_id_of_fit,
+)
 from farandole.spark.common.runs.stop_request import StopRequest
 from farandole.spark.common.runs.trackers import create_trackers, loggable_parameters
 from farandole.spark.common.show.progress import ProgressDisplay, create_progress_display
 from farandole.spark.common.training_plan import FitResources
-from farandole.spark.job.session import SparkSessionAdapter
+from farandole.spark.job.session_adapter import SparkSessionAdapter
 from farandole.spark.shim import SparkPlugin
 from farandole.stores.local_paths import executor_hosts, unshared_path_warning
 
@@ -75,7 +78,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
     from farandole.data.prepare import PreparedData as Prepared
-    from farandole.data.splits import ValidationSplit
+    from farandole.data.validation_splits import ValidationSplit
     from farandole.runner.backend import Backend
     from farandole.spark.common.data.existing_data import Paths
     from farandole.spark.common.runs.fingerprint import FingerprintPart
@@ -88,7 +91,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
     """The base of the estimators of all frameworks.
 
     Fits of all kinds of rows go through `_train`. A framework implements `_check_params`,
-    `_plan_training`, `get_model_class` and `_framework_fingerprint_parts`, and may implement
+    `_create_framework_job`, `get_model_class` and `_framework_fingerprint_parts`, and may implement
     `_loss_output_form` and `_worker_environment`.
     """
 
@@ -213,7 +216,11 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
                 "fit does not take a streaming DataFrame: write the stream to a table and fit the "
                 "table"
             )
-        roles, store, wanted = self._column_roles(), self._store_as_filesystem(), self.getStatistics()
+        roles, store, wanted = (
+            self._column_roles(),
+            self._store_as_filesystem(),
+            self.getStatistics(),
+        )
         check_columns_present(roles, dataset.columns, "DataFrame")
         texts = self.getTransformationFn() is not None
         check_types(roles, dataset.schema, texts=texts, categories=self.getCategories())
@@ -239,7 +246,10 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
             ) as prepared:
                 self._report_data_and_clean_up(prepared, fit.shown)
                 return self._train(
-                    fit, add_statistics_to_prepared_data(prepared, dataset, dataset.columns, roles, wanted=wanted)
+                    fit,
+                    add_statistics_to_prepared_data(
+                        prepared, dataset, dataset.columns, roles, wanted=wanted
+                    ),
                 )
 
     def _fit_table(self, dataset: Any) -> Any:
@@ -248,7 +258,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
         """
         from farandole.data.inputs.frames import is_row_container
         from farandole.data.inputs.sources import open_source
-        from farandole.data.prepare import prepare_source, native_writer_spec
+        from farandole.data.prepare import native_writer_spec, prepare_source
 
         if not is_row_container(dataset):
             kind = type(dataset)
@@ -257,7 +267,11 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
                 f"this is a {kind.__module__}.{kind.__qualname__}"
             )
         self._check_params()
-        roles, store, wanted = self._column_roles(), self._store_as_filesystem(), self.getStatistics()
+        roles, store, wanted = (
+            self._column_roles(),
+            self._store_as_filesystem(),
+            self.getStatistics(),
+        )
         source = open_source(dataset)
         names = source.schema.names
         check_columns_present(roles, names, "table")
@@ -270,12 +284,17 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
             ) as prepared:
                 self._report_data_and_clean_up(prepared, fit.shown)
                 return self._train(
-                    fit, add_statistics_to_prepared_data(prepared, source, names, roles, wanted=wanted)
+                    fit,
+                    add_statistics_to_prepared_data(prepared, source, names, roles, wanted=wanted),
                 )
 
     def _fit_existing_data(self, dataset_idx: int | None, given: ExistingDataPaths | None) -> Any:
         self._check_params()
-        roles, store, wanted = self._column_roles(), self._store_as_filesystem(), self.getStatistics()
+        roles, store, wanted = (
+            self._column_roles(),
+            self._store_as_filesystem(),
+            self.getStatistics(),
+        )
         where = given or ExistingDataPaths.from_store(store, dataset_idx)
         # Shared before the data is opened, so that no process deletes it in between.
         with hold_prepared_data_leases(where):
@@ -285,7 +304,8 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
             with self._open_fit_resources(writes=store.saving_runs()) as fit, made as prepared:
                 fit.shown.show_message(_prepared_data_summary(prepared))
                 return self._train(
-                    fit, add_statistics_to_existing_data(prepared, where.train, roles, wanted=wanted)
+                    fit,
+                    add_statistics_to_existing_data(prepared, where.train, roles, wanted=wanted),
                 )
 
     @contextlib.contextmanager
@@ -314,7 +334,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
 
     def _train(self, fit: FitResources, prepared: Prepared) -> FarandoleModel:
         """Trains on prepared data, and returns the fitted model."""
-        plan = self._plan_training(prepared, fit.backend)
+        plan = self._create_framework_job(prepared, fit.backend)
         if plan.output_words:
             fit.shown.show_message(describe_column_mapping(plan.inputs, plan.output_words))
         with (
@@ -341,7 +361,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
         """Returns the class of the fitted model."""
         raise NotImplementedError
 
-    def _plan_training(self, prepared: Prepared, backend: Backend) -> FrameworkTrainingJob:
+    def _create_framework_job(self, prepared: Prepared, backend: Backend) -> FrameworkTrainingJob:
         """Returns what the framework makes of prepared data, after the checks that are possible
         before workers start.
 
@@ -463,7 +483,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
             shown.offer_stop(request) as stop,
         ):
             if env := self._worker_environment() | (
-                {} if stop is None else stop.worker_variables()
+                {} if stop is None else stop.stop_token_variables()
             ):
                 more["env"] = env
             while True:
@@ -508,7 +528,9 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
         step = value_digest(self.getBatchSize() * self.getBackwardPassesPerStep() * processes)
         step_totals = {"batch_size": step, "backward_passes_per_step": step}
         length = tuple(parameter_parts(self, (), LENGTH_PARAMS))
-        return Fingerprint(parts, length).with_process_independent_totals({**step_totals, **totals}, processes)
+        return Fingerprint(parts, length).with_process_independent_totals(
+            {**step_totals, **totals}, processes
+        )
 
     def _job_fields(
         self, prepared: Prepared, fingerprint: Fingerprint, unseeded: int | None = None
@@ -545,7 +567,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
         force, epochs = self.getResume() == "force", self.getEpochs()
         with hold_run_lease(job.store.run_path, job.run_id) as lease:
             job = replace(job, store=replace(job.store, lease_name=lease))
-            begin_run(
+            check_or_store_fingerprint(
                 job.store, job.run_id, fingerprint, epochs, force=force, tell=shown.show_message
             )
             checkpoint = job.file_paths().get("checkpoint")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
 """Checks of the values of estimators' parameters, besides the general ones of
-`farandole.common.check`.
+`farandole.common.argument_checks`.
 """
 
 # ruff: noqa: PLC0415 - as the store loads the native library
@@ -13,7 +13,12 @@ from datetime import timedelta
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
-from farandole.common.check import byte_count, column_names, check_nonempty_text, check_positive_number
+from farandole.common.argument_checks import (
+    check_byte_count,
+    check_column_names,
+    check_nonempty_text,
+    check_positive_number,
+)
 from farandole.stores import run_names
 
 if TYPE_CHECKING:
@@ -84,9 +89,9 @@ def check_categories(name: str, value: Any) -> dict[str, Any]:
 
 def check_ragged(name: str, value: Any) -> dict[str, Any]:
     """Returns a `Pad` or `Nested` by column."""
-    from farandole.data.ragged import Nested, Pad, Ragged
+    from farandole.data.ragged import Nested, Pad, RaggedColumn
 
-    kinds = (Pad, Nested, Ragged, Mapping)
+    kinds = (Pad, Nested, RaggedColumn, Mapping)
     if not isinstance(value, Mapping) or not all(
         isinstance(entry, kinds) for entry in value.values()
     ):
@@ -154,7 +159,7 @@ def parse_size(name: str, value: Any) -> int:
                 f"{name} must be a size with a unit, such as 500MB, 20GiB or 1TB: {value!r}"
             )
         value = int(number) * unit
-    return byte_count(name, value)
+    return check_byte_count(name, value)
 
 
 def check_feature_cols(name: str, value: Any) -> list[str | list[str]]:
@@ -164,8 +169,8 @@ def check_feature_cols(name: str, value: Any) -> list[str | list[str]]:
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, list | tuple):
         raise TypeError(f"{name} must be a list of column names, or of lists of them: {value!r}")
-    found = [item if isinstance(item, str) else column_names(name, item) for item in items]
-    column_names(
+    found = [item if isinstance(item, str) else check_column_names(name, item) for item in items]
+    check_column_names(
         name, [column for item in found for column in ([item] if isinstance(item, str) else item)]
     )
     return found

@@ -28,7 +28,7 @@ from pyspark.ml.param import Param, Params
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from farandole.common.check import Check
+    from farandole.common.argument_checks import Check
 
 T = TypeVar("T")
 _MAX_DOC_COLUMNS = 100

@@ -9,7 +9,7 @@ from __future__ import annotations
 import multiprocessing
 from typing import TYPE_CHECKING, Any
 
-from farandole.common import check
+from farandole.common import argument_checks
 from farandole.spark.common import param_checks
 from farandole.spark.common.parameter import DeclaredParams, Parameter
 
@@ -27,10 +27,12 @@ class EstimatorParams(DeclaredParams):
 
     num_proc: Parameter[int] = Parameter(
         "Training processes, instead of `backend`; without both, Spark's default parallelism.",
-        check.make_minimum_check(1),
+        argument_checks.make_minimum_check(1),
         default=None,
     )
-    model: Parameter[Any] = Parameter("The model to train.", check.accept_any_value, default=None)
+    model: Parameter[Any] = Parameter(
+        "The model to train.", argument_checks.accept_any_value, default=None
+    )
     backend: Parameter[Backend] = Parameter(
         "Where processes run, instead of `num_proc`: `SparkBackend`, `LocalBackend`.",
         param_checks.check_backend,
@@ -42,24 +44,28 @@ class EstimatorParams(DeclaredParams):
         default=None,
     )
     optimizer: Parameter[Any] = Parameter(
-        "The optimizer over the model's parameters.", check.accept_any_value, default=None
+        "The optimizer over the model's parameters.", argument_checks.accept_any_value, default=None
     )
     loss: Parameter[Any] = Parameter(
-        "The loss, or a list of one per label column.", check.accept_any_value, default=None
+        "The loss, or a list of one per label column.",
+        argument_checks.accept_any_value,
+        default=None,
     )
     loss_weights: Parameter[Sequence[float]] = Parameter(
         "Weight of each label's loss; without them, the weights are equal.",
-        check.check_number_list,
+        argument_checks.check_number_list,
         default=None,
     )
     sample_weight_col: Parameter[str] = Parameter(
         "Column with each row's weight in the loss, and in the `weighted_metrics` of a Keras "
         "model.",
-        check.check_nonempty_text,
+        argument_checks.check_nonempty_text,
         default=None,
     )
     metrics: Parameter[Any] = Parameter(
-        "Functions of (output, label), averaged over rows.", check.check_callable_list, default=[]
+        "Functions of (output, label), averaged over rows.",
+        argument_checks.check_callable_list,
+        default=[],
     )
     feature_cols: Parameter[Sequence[str | Sequence[str]]] = Parameter(
         "Columns for the model, one input each; a list in the list makes one input of several "
@@ -68,7 +74,7 @@ class EstimatorParams(DeclaredParams):
         default=None,
     )
     label_cols: Parameter[Sequence[str]] = Parameter(
-        "Columns to compare the outputs with.", check.column_names, default=None
+        "Columns to compare the outputs with.", argument_checks.check_column_names, default=None
     )
     validation: Parameter[float | str] = Parameter(
         "Share of rows held out, or a column: true or positive rows are held out.",
@@ -78,50 +84,56 @@ class EstimatorParams(DeclaredParams):
     validation_stratify: Parameter[str] = Parameter(
         "Column of classes: the share `validation` is held out of each, of every class with two "
         "rows at least one.",
-        check.make_optional_check(check.check_nonempty_text),
+        argument_checks.make_optional_check(argument_checks.check_nonempty_text),
         default=None,
     )
     validation_group: Parameter[str] = Parameter(
         "Column of groups: all rows of a group are on one side.",
-        check.make_optional_check(check.check_nonempty_text),
+        argument_checks.make_optional_check(argument_checks.check_nonempty_text),
         default=None,
     )
     validation_time: Parameter[str] = Parameter(
         "Column of times or numbers: the latest rows are held out.",
-        check.make_optional_check(check.check_nonempty_text),
+        argument_checks.make_optional_check(argument_checks.check_nonempty_text),
         default=None,
     )
     batch_size: Parameter[int] = Parameter(
-        "Rows per step and process.", check.make_minimum_check(1), default=32
+        "Rows per step and process.", argument_checks.make_minimum_check(1), default=32
     )
     val_batch_size: Parameter[int] = Parameter(
         "The same for validation; without it, `batch_size`.",
-        check.make_minimum_check(1),
+        argument_checks.make_minimum_check(1),
         default=None,
     )
     epochs: Parameter[int] = Parameter(
-        "Number of passes over the rows.", check.make_minimum_check(1), default=1
+        "Number of passes over the rows.", argument_checks.make_minimum_check(1), default=1
     )
     verbose: Parameter[int] = Parameter(
-        "0 silent, 1 progress, 2 also what workers print.", check.make_minimum_check(0), default=1
+        "0 silent, 1 progress, 2 also what workers print.",
+        argument_checks.make_minimum_check(0),
+        default=1,
     )
     callbacks: Parameter[Sequence[Any]] = Parameter(
-        "Called on every rank while the model trains.", check.check_value_list, default=[]
+        "Called on every rank while the model trains.", argument_checks.check_value_list, default=[]
     )
     random_seed: Parameter[int] = Parameter(
-        "Seed of the split, the order and the framework.", check.make_minimum_check(0), default=None
+        "Seed of the split, the order and the framework.",
+        argument_checks.make_minimum_check(0),
+        default=None,
     )
     shuffle: Parameter[bool] = Parameter(
-        "Whether each epoch has its own order.", check.check_boolean_flag, default=True
+        "Whether each epoch has its own order.", argument_checks.check_boolean_flag, default=True
     )
     shuffle_buffer_size: Parameter[int] = Parameter(
         "Ignored.",
-        check.make_deprecated_check("the order of an epoch does not depend on a buffer"),
+        argument_checks.make_deprecated_check("the order of an epoch does not depend on a buffer"),
         default=None,
         horovod_name="ShufflingBufferSize",
     )
     partitions_per_process: Parameter[int] = Parameter(
-        "Largest number of prepared files per process.", check.make_minimum_check(1), default=10
+        "Largest number of prepared files per process.",
+        argument_checks.make_minimum_check(1),
+        default=10,
     )
     run_id: Parameter[str] = Parameter(
         "Name of the run; without it, the framework and the time. The checkpoint of an existing "
@@ -132,37 +144,39 @@ class EstimatorParams(DeclaredParams):
     resume: Parameter[str] = Parameter(
         '`"force"` also continues a run that was started with other data, another model or other '
         "parameters.",
-        check.make_choice_check("auto", "force"),
+        argument_checks.make_choice_check("auto", "force"),
         default="auto",
     )
     gc_older_than: Parameter[str | float | timedelta] = Parameter(
         "`fit` deletes prepared data of the store that is older and not in use: an age such as "
         "`30d`, or seconds.",
-        check.make_optional_check(param_checks.parse_age),
+        argument_checks.make_optional_check(param_checks.parse_age),
         default=None,
     )
     gc_max_size: Parameter[str | int] = Parameter(
         "`fit` deletes the oldest prepared data of the store that is not in use, until all of it, "
         "with data in use, takes no more than this: a size such as `500GB` or `20GiB`, or bytes.",
-        check.make_optional_check(param_checks.parse_size),
+        argument_checks.make_optional_check(param_checks.parse_size),
         default=None,
     )
     train_steps_per_epoch: Parameter[int] = Parameter(
         "Training steps per epoch, fewer or more than one pass over the rows takes.",
-        check.make_minimum_check(1),
+        argument_checks.make_minimum_check(1),
         default=None,
     )
     validation_steps_per_epoch: Parameter[int] = Parameter(
-        "The same for validation.", check.make_minimum_check(1), default=None
+        "The same for validation.", argument_checks.make_minimum_check(1), default=None
     )
     label_shapes: Parameter[Sequence[Sequence[int]]] = Parameter(
-        "Shape of each label's tensor, -1 for its rows.", check.check_shape_list, default=None
+        "Shape of each label's tensor, -1 for its rows.",
+        argument_checks.check_shape_list,
+        default=None,
     )
     use_gpu: Parameter[bool] = Parameter(
-        "Train on GPUs if every process sees one.", check.check_boolean_flag, default=True
+        "Train on GPUs if every process sees one.", argument_checks.check_boolean_flag, default=True
     )
     backward_passes_per_step: Parameter[int] = Parameter(
-        "Batches whose gradients make one step.", check.make_minimum_check(1), default=1
+        "Batches whose gradients make one step.", argument_checks.make_minimum_check(1), default=1
     )
     gradient_compression: Parameter[Any] = Parameter(
         "Compression of gradients between processes, such as `farandole.torch.Compression.fp16`.",
@@ -172,7 +186,7 @@ class EstimatorParams(DeclaredParams):
     transformation_fn: Parameter[Callable[..., Any]] = Parameter(
         "Changes the values of each row, a dict by column, in the training processes; if marked by "
         "`farandole.spark.common.transform.batched`, of whole batches.",
-        check.check_callable_value,
+        argument_checks.check_callable_value,
         default=None,
     )
     transformation_edit_fields: Parameter[Sequence[Any]] = Parameter(
@@ -181,44 +195,44 @@ class EstimatorParams(DeclaredParams):
         default=None,
     )
     transformation_removed_fields: Parameter[Sequence[str]] = Parameter(
-        "Columns it removes.", check.check_optional_column_names, default=None
+        "Columns it removes.", argument_checks.check_optional_column_names, default=None
     )
     train_reader_num_workers: Parameter[int] = Parameter(
         "Reading threads per process.",
-        check.make_minimum_check(1),
+        argument_checks.make_minimum_check(1),
         default=2,
         horovod_name="TrainReaderNumWorker",
     )
     val_reader_num_workers: Parameter[int] = Parameter(
         "The same for validation.",
-        check.make_minimum_check(1),
+        argument_checks.make_minimum_check(1),
         default=2,
         horovod_name="ValReaderNumWorker",
     )
     reader_pool_type: Parameter[str] = Parameter(
         "Accepted for compatibility with Horovod: readers are native threads.",
-        check.make_choice_check("thread", "process", "dummy"),
+        argument_checks.make_choice_check("thread", "process", "dummy"),
         default="thread",
     )
     inmemory_cache_all: Parameter[bool] = Parameter(
         "Whether each process keeps its rows in memory after the first epoch.",
-        check.check_boolean_flag,
+        argument_checks.check_boolean_flag,
         default=False,
         horovod_name="InMemoryCacheAll",
     )
     mp_start_method: Parameter[str] = Parameter(
         "Start method of processes that a training process starts.",
-        check.make_choice_check(*multiprocessing.get_all_start_methods()),
+        argument_checks.make_choice_check(*multiprocessing.get_all_start_methods()),
         default=None,
     )
     tensorflow_dataset_prefetch_buffer_size: Parameter[int] = Parameter(
         "Of Keras on TensorFlow: batches prepared ahead; 0 leaves it to Keras.",
-        check.make_minimum_check(0),
+        argument_checks.make_minimum_check(0),
         default=0,
     )
     compress_sparse_cols: Parameter[bool] = Parameter(
         "Whether prepared vectors, which are dense, are compressed.",
-        check.check_boolean_flag,
+        argument_checks.check_boolean_flag,
         default=False,
     )
     fill: Parameter[Any] = Parameter(
@@ -248,46 +262,48 @@ class EstimatorParams(DeclaredParams):
     statistics: Parameter[bool] = Parameter(
         "Whether the fitted model carries statistics of the rows, for its `drift`. They take one "
         "more pass over the rows.",
-        check.check_boolean_flag,
+        argument_checks.check_boolean_flag,
         default=False,
     )
     allow_nan: Parameter[bool] = Parameter(
         "Whether NaN and infinities are accepted like other values.",
-        check.check_boolean_flag,
+        argument_checks.check_boolean_flag,
         default=False,
     )
     continuous_cols: Parameter[Sequence[str]] = Parameter(
-        "NVTabular's; not used.", check.check_optional_column_names, default=None
+        "NVTabular's; not used.", argument_checks.check_optional_column_names, default=None
     )
     categorical_cols: Parameter[Sequence[str]] = Parameter(
-        "NVTabular's; not used.", check.check_optional_column_names, default=None
+        "NVTabular's; not used.", argument_checks.check_optional_column_names, default=None
     )
     terminate_on_nan: Parameter[bool] = Parameter(
-        "Whether a loss that is NaN or infinite ends the run.", check.check_boolean_flag, default=True
+        "Whether a loss that is NaN or infinite ends the run.",
+        argument_checks.check_boolean_flag,
+        default=True,
     )
     mlflow: Parameter[bool] = Parameter(
         "Whether parameters, metrics and the model are logged to MLflow.",
-        check.check_boolean_flag,
+        argument_checks.check_boolean_flag,
         default=False,
     )
     wandb: Parameter[bool] = Parameter(
         "Whether parameters and metrics are logged to Weights & Biases.",
-        check.check_boolean_flag,
+        argument_checks.check_boolean_flag,
         default=False,
     )
     tensorboard: Parameter[bool] = Parameter(
         "Whether parameters, steps and the model are logged for TensorBoard. Scalars of epochs "
         "always are.",
-        check.check_boolean_flag,
+        argument_checks.check_boolean_flag,
         default=False,
     )
     on_failure: Parameter[str] = Parameter(
         '`"restart"` starts a failed run again from its checkpoint.',
-        check.make_choice_check("raise", "restart"),
+        argument_checks.make_choice_check("raise", "restart"),
         default="raise",
     )
     max_restarts: Parameter[int] = Parameter(
-        "Largest number of restarts of one fit.", check.make_minimum_check(1), default=3
+        "Largest number of restarts of one fit.", argument_checks.make_minimum_check(1), default=3
     )
 
 
@@ -295,32 +311,36 @@ class ModelParams(DeclaredParams):
     """The parameters of every fitted model."""
 
     history: Parameter[Any] = Parameter(
-        "Losses and metrics of each epoch.", check.accept_any_value, default=None
+        "Losses and metrics of each epoch.", argument_checks.accept_any_value, default=None
     )
-    model: Parameter[Any] = Parameter("The trained model.", check.accept_any_value, default=None)
+    model: Parameter[Any] = Parameter(
+        "The trained model.", argument_checks.accept_any_value, default=None
+    )
     feature_columns: Parameter[Sequence[str | Sequence[str]]] = Parameter(
         "Columns for the model, as in the estimator.", param_checks.check_feature_cols, default=None
     )
     label_columns: Parameter[Sequence[str]] = Parameter(
         "Columns the outputs are named after.",
-        check.column_names,
+        argument_checks.check_column_names,
         default=None,
         horovod_name="LabelColoumns",
     )
     run_id: Parameter[str] = Parameter(
-        "Name of the run that trained the model.", check.check_nonempty_text, default=None
+        "Name of the run that trained the model.", argument_checks.check_nonempty_text, default=None
     )
     paths: Parameter[Mapping[str, str]] = Parameter(
-        "Paths of the data, checkpoint and logs of the run.", check.accept_any_value, default=None
+        "Paths of the data, checkpoint and logs of the run.",
+        argument_checks.accept_any_value,
+        default=None,
     )
     output_cols: Parameter[Sequence[str]] = Parameter(
         "Names of the added columns, instead of `<label>__output`.",
-        check.column_names,
+        argument_checks.check_column_names,
         default=None,
     )
     batch_size: Parameter[int] = Parameter(
         "Largest number of rows that are predicted at once.",
-        check.make_minimum_check(1),
+        argument_checks.make_minimum_check(1),
         default=4096,
     )
     fill: Parameter[Any] = Parameter(
@@ -328,7 +348,7 @@ class ModelParams(DeclaredParams):
     )
     learned: Parameter[Mapping[str, str]] = Parameter(
         'The values of `fill` that were learned, and their kind, such as `{"age": "mean"}`.',
-        check.accept_any_value,
+        argument_checks.accept_any_value,
         default={},
     )
     categories: Parameter[Mapping[str, Sequence[Any]]] = Parameter(
@@ -346,26 +366,26 @@ class ModelParams(DeclaredParams):
     )
     transformation_fn: Parameter[Callable[..., Any]] = Parameter(
         "As in the estimator; predictions take it with `apply_transformation`.",
-        check.check_callable_value,
+        argument_checks.check_callable_value,
         default=None,
     )
     transformation_edit_fields: Parameter[Sequence[Any]] = Parameter(
         "As in the estimator.", param_checks.check_edit_fields, default=None
     )
     transformation_removed_fields: Parameter[Sequence[str]] = Parameter(
-        "As in the estimator.", check.check_optional_column_names, default=None
+        "As in the estimator.", argument_checks.check_optional_column_names, default=None
     )
     apply_transformation: Parameter[bool] = Parameter(
         "Whether `transformation_fn` changes features before they are predicted, too.",
-        check.check_boolean_flag,
+        argument_checks.check_boolean_flag,
         default=False,
     )
     verbose: Parameter[int] = Parameter(
-        "0 shows no messages about predictions.", check.make_minimum_check(0), default=1
+        "0 shows no messages about predictions.", argument_checks.make_minimum_check(0), default=1
     )
     signature: Parameter[Sequence[Mapping[str, Any]]] = Parameter(
         "What goes into each input: its `columns`, `shape` (-1 for the rows) and `dtype`.",
-        check.accept_any_value,
+        argument_checks.accept_any_value,
         default=None,
     )
 

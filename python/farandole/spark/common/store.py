@@ -3,10 +3,10 @@
 """The stores, under the name of Horovod's module. They are defined in `farandole.stores`."""
 
 from farandole.stores.databricks import DBFSLocalStore
-from farandole.stores.options import StorageOptions
 from farandole.stores.remote_store import RemoteStore
-from farandole.stores.services import HDFSStore, ObjectStore
+from farandole.stores.service_stores import HDFSStore, ObjectStore
 from farandole.stores.store import AbstractFilesystemStore, FilesystemStore, LocalStore, Store
+from farandole.stores.store_options import StorageOptions
 
 __all__ = [
     "AbstractFilesystemStore",

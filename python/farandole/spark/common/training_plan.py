@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from farandole.spark.common.model.outputs import ModelOutput
+from farandole.spark.common.model.output_columns import ModelOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

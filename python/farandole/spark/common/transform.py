@@ -86,7 +86,9 @@ class UserTransformation:
                 )
         return made
 
-    def without_label_columns(self, names: Sequence[str], labels: Sequence[str]) -> UserTransformation:
+    def without_label_columns(
+        self, names: Sequence[str], labels: Sequence[str]
+    ) -> UserTransformation:
         """Returns the same for predictions, whose rows have no labels.
 
         Args:

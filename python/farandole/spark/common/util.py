@@ -15,7 +15,7 @@ import math
 import os
 from typing import TYPE_CHECKING, Any
 
-from farandole.common import check
+from farandole.common import argument_checks
 from farandole.data.columns import ColumnRoles, check_columns_present
 from farandole.spark.common import param_checks
 from farandole.spark.common.data.schema import check_types
@@ -99,8 +99,8 @@ def prepare_data(
     """
     from farandole.spark.common.data import prepare
 
-    check.make_minimum_check(1)("num_processes", num_processes)
-    check.make_minimum_check(1)("partitions_per_process", partitions_per_process)
+    argument_checks.make_minimum_check(1)("num_processes", num_processes)
+    argument_checks.make_minimum_check(1)("partitions_per_process", partitions_per_process)
     check_validation(validation, df)
     taken = {*label_columns, sample_weight_col, validation}
     features = (
@@ -110,7 +110,7 @@ def prepare_data(
     )
     roles = ColumnRoles(
         tuple(features),
-        tuple(check.column_names("label_columns", label_columns)),
+        tuple(argument_checks.check_column_names("label_columns", label_columns)),
         sample_weight_col,
         validation,
     )

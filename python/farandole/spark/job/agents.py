@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from farandole.runner.errors import FarandoleJobError
 from farandole.runner.gang import GangAgents
-from farandole.runner.outcome import TaskOutcome
-from farandole.spark.job.profiles import map_tasks_with_profile
+from farandole.runner.worker_task_outcome import TaskOutcome
+from farandole.spark.job.resource_profiles import map_tasks_with_profile
 from farandole.spark.job.task_rendezvous import StoredEventReader
 
 if TYPE_CHECKING:
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from farandole.runner.agent import WorkerSpec
     from farandole.runner.gang import JobOutput
-    from farandole.runner.outcome import Row
-    from farandole.spark.job.profiles import ResourceProfiledRows
-    from farandole.spark.job.session import SparkSessionAdapter
+    from farandole.runner.worker_task_outcome import Row
+    from farandole.spark.job.resource_profiles import ResourceProfiledRows
+    from farandole.spark.job.session_adapter import SparkSessionAdapter
     from farandole.spark.job.task_rendezvous import TaskRendezvous
 
 BARRIER_REJOIN_SECONDS: Final = 4.0

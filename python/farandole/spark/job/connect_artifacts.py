@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from farandole.common import scratch
-from farandole.spark.job.session import is_connect
+from farandole.common import scratch_directories
+from farandole.spark.job.session_adapter import is_connect
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -70,7 +70,7 @@ def prestage_if_large(session: SparkSession, data: bytes) -> bytes | PrestagedFi
     found = PrestagedFile(hashlib.sha256(data).hexdigest())
     before = _SENT_FILES_BY_SESSION.setdefault(session, set())
     if found.name not in before:
-        with scratch.temporary_directory() as folder:
+        with scratch_directories.temporary_directory() as folder:
             path = folder / found.name
             path.write_bytes(data)
             session.addArtifacts(str(path), file=True)

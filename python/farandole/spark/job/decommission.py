@@ -19,7 +19,7 @@ from farandole import _variables as variables
 
 if TYPE_CHECKING:
     from farandole.runner.agent import WorkerSpec
-    from farandole.spark.job.session import SparkSessionAdapter
+    from farandole.spark.job.session_adapter import SparkSessionAdapter
 
 EXECUTOR_VARIABLE: Final = variables.SPARK_EXECUTOR
 """Number of the Spark executor that a worker is in."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from farandole.runner.errors import FarandoleJobError
     from farandole.runner.gang import JobOutput
-    from farandole.runner.show.training import TrainingRun
+    from farandole.runner.show.training_run_reports import TrainingRun
     from farandole.spark.shim import SparkPlugin
 
 _MESSAGE_POLL_INTERVAL = 0.25

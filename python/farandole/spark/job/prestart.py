@@ -43,7 +43,9 @@ def main(arguments: Sequence[str]) -> int:
     warm = warm_workers.WarmWorkerSettings(idle=PRESTART_IDLE_SECONDS if idle is None else idle)
     cold = [sys.executable, "-m", "farandole.runner.worker"]
     if (
-        warm_workers.warm_worker_command(warm, cold, agent.worker_environment_changes({}, {}), int(owner))
+        warm_workers.warm_worker_command(
+            warm, cold, agent.worker_environment_changes({}, {}), int(owner)
+        )
         == cold
     ):
         sys.stderr.write("a fork server cannot be started on this host\n")

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from farandole.stores.lease_files import LeaseFile
-    from farandole.stores.options import StorageOptions
     from farandole.stores.store import Store
+    from farandole.stores.store_options import StorageOptions
 
 MAX_INLINE_PICKLE_BYTES: Final = 16 << 20
 """Largest number of bytes of a pickle that is sent without a store."""

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from farandole._keras.values import as_array
+from farandole._keras.value_collectives import to_numpy_array
 from farandole.data.columns import check_shapes_fit
 from farandole.runner.backend import max_processes
-from farandole.spark.common.data.reading import (
+from farandole.spark.common.data.training_data import (
     EXAMPLE_ROWS,
     columns_from_sample_arrays,
     create_transformation,
@@ -25,26 +25,29 @@ from farandole.spark.common.estimator import FarandoleEstimator
 from farandole.spark.common.runs.tracking import ModelExample
 from farandole.spark.common.training_plan import FrameworkTrainingJob
 from farandole.spark.keras import model_compilation
-from farandole.spark.keras.arrays import (
-    create_keras_inputs,
-    describe_output,
-    flat_outputs,
+from farandole.spark.keras.fingerprint_parts import model_parts, total_learning_rate_digest
+from farandole.spark.keras.job import KerasModelShape, KerasTrainingJob, KerasUserObjects
+from farandole.spark.keras.keras_inputs import (
     build_model_argument,
+    create_keras_inputs,
+    describe_output_with_label,
+    flat_outputs,
     refuse_nested_columns,
 )
-from farandole.spark.keras.fingerprint_parts import model_parts, optimizer_totals
-from farandole.spark.keras.job import KerasModelShape, KerasTrainingJob, KerasUserObjects
 from farandole.spark.keras.loss_forms import check_loss_form, find_loss_reduction
 from farandole.spark.keras.model import KerasModel
 from farandole.spark.keras.params import KerasParams
 from farandole.spark.keras.remote import train_rank
-from farandole.spark.keras.saving import payload
-from farandole.spark.keras.saving.objects import copy_callbacks_without_model, pickle_user_objects
+from farandole.spark.keras.saving import model_bytes
 from farandole.spark.keras.saving.persistence import (
     KerasEstimatorParamsReadable,
     KerasEstimatorParamsReader,  # noqa: F401 - Horovod has it here
     KerasEstimatorParamsWritable,
     KerasEstimatorParamsWriter,  # noqa: F401 - as above
+)
+from farandole.spark.keras.saving.user_objects import (
+    copy_callbacks_without_model,
+    pickle_user_objects,
 )
 
 if TYPE_CHECKING:
@@ -146,7 +149,7 @@ class KerasEstimator(
         )
         return inputs, outputs
 
-    def _plan_training(self, prepared: Prepared, backend: Backend) -> FrameworkTrainingJob:
+    def _create_framework_job(self, prepared: Prepared, backend: Backend) -> FrameworkTrainingJob:
         job, copy, outputs, fingerprint = self._create_job(prepared, backend.num_processes())
         if self.getDataModule() is None:
             job = check_loss_form(
@@ -158,7 +161,7 @@ class KerasEstimator(
             )
 
         def load_result(trained: KerasTrainingResult) -> Any:
-            payload.load_state(copy.model, trained.model)
+            model_bytes.load_weights_and_optimizer(copy.model, trained.model)
             return copy.model
 
         return FrameworkTrainingJob(
@@ -169,7 +172,7 @@ class KerasEstimator(
             output_sizes=[math.prod(output) for output in outputs],
             load_result=load_result,
             create_example=partial(self._create_example, job, prepared),
-            output_words=list(map(describe_output, job.labels, outputs)),
+            output_words=list(map(describe_output_with_label, job.labels, outputs)),
             model_params={"custom_objects": copy.custom_objects},
         )
 
@@ -189,7 +192,7 @@ class KerasEstimator(
             job.shape.output_keys,
             len(job.labels),
         )
-        return ModelExample(given, as_array(made[0]) if len(made) == 1 else None)
+        return ModelExample(given, to_numpy_array(made[0]) if len(made) == 1 else None)
 
     def _loss_output_form(self) -> str | None:
         return model_compilation.loss_output_form(
@@ -234,14 +237,19 @@ class KerasEstimator(
         shape, arrays, outputs = model_compilation.try_model(
             copy, shape, label_columns, self.getLabelShapes(), self.getSampleWeightCol() is not None
         )
-        totals = optimizer_totals(copy.model, self.getOptimizer(), processes)
+        totals = total_learning_rate_digest(copy.model, self.getOptimizer(), processes)
         fingerprint = self._fit_fingerprint(prepared, processes, totals)  # the model is built
         objects = KerasUserObjects(
             custom_objects=copy.custom_objects,
             loss=copy.loss,
             callbacks=copy_callbacks_without_model(self.getCallbacks()),
             checkpoint_callback=next(
-                iter(copy_callbacks_without_model([one for one in [self.getCheckpointCallback()] if one])), None
+                iter(
+                    copy_callbacks_without_model(
+                        [one for one in [self.getCheckpointCallback()] if one]
+                    )
+                ),
+                None,
             ),
             compression=self.getGradientCompression(),
             transformation=transformation,

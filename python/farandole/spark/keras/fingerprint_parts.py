@@ -18,7 +18,7 @@ from farandole.spark.common.runs.digests import (
 )
 from farandole.spark.common.runs.fingerprint import INITIAL_WEIGHTS, FingerprintPart
 from farandole.spark.keras.model_compilation import compile_arguments
-from farandole.spark.keras.saving.objects import training_user_objects
+from farandole.spark.keras.saving.user_objects import training_user_objects
 
 _IGNORED_CONFIG_KEYS = frozenset(
     {
@@ -69,7 +69,7 @@ def model_parts(model: Any, optimizer: Any, loss: Any) -> list[FingerprintPart]:
     return parts if lost is None else [*parts, FingerprintPart.from_value("loss", lost)]
 
 
-def optimizer_totals(model: Any, optimizer: Any, processes: int) -> dict[str, str]:
+def total_learning_rate_digest(model: Any, optimizer: Any, processes: int) -> dict[str, str]:
     """Returns the digest of the learning rate of all processes together, by name of the part. A
     schedule has no such rate.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from farandole.spark.common.data.reading import TrainingJob
+from farandole.spark.common.data.training_data import TrainingJob
 
 if TYPE_CHECKING:
     from farandole.data.columns import PreparedColumn

@@ -16,8 +16,8 @@ import keras
 import numpy as np
 from keras.src.backend.common.masking import get_keras_mask
 
-from farandole._keras.values import as_array
-from farandole.spark.keras.arrays import zero_batch
+from farandole._keras.value_collectives import to_numpy_array
+from farandole.spark.keras.keras_inputs import zero_batch
 from farandole.spark.keras.model_compilation import (
     compile_arguments,
     has_custom_train_step,
@@ -165,7 +165,7 @@ def _added_loss_reductions(
     found = _losses_of_parts(job, model, transformation, _added_losses)
     reductions = []
     for index, whole in enumerate(found.whole):
-        word = found.reduction(index) or unknown
+        word = found.detect_part_reduction(index) or unknown
         if word is None:
             raise ValueError(
                 f"the loss number {index + 1} of those that layers add is neither a mean nor a sum "
@@ -242,7 +242,7 @@ def _check_loss_of_parts(job: KerasTrainingJob, model: Any, transformation: Any)
     word = "sum" if job.loss_reduction == "sum" else "mean"
     if found.matches_reduced_parts(0, word):
         return
-    if word == "mean" and found.reduction(0) == "sum":
+    if word == "mean" and found.detect_part_reduction(0) == "sum":
         raise ValueError(
             f"the loss of the model is a sum over rows: of {found.row_count} rows it is the sum of "
             'what it is of parts. Set loss_reduction="sum" so that several processes or passes '
@@ -271,8 +271,8 @@ def _losses_of_parts(
 
 
 def _total_loss(model: Any, x: Any, y: Any, output: Any) -> list[float]:
-    return [float(as_array(model.compute_loss(x=x, y=y, y_pred=output)))]
+    return [float(to_numpy_array(model.compute_loss(x=x, y=y, y_pred=output)))]
 
 
 def _added_losses(model: Any, _x: Any, _y: Any, _output: Any) -> list[float]:
-    return [float(np.sum(as_array(loss))) for loss in model.losses]
+    return [float(np.sum(to_numpy_array(loss))) for loss in model.losses]

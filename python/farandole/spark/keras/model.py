@@ -13,18 +13,18 @@ import keras
 import numpy as np
 from pyspark.ml.util import MLReadable
 
-from farandole.common import check, pickling
+from farandole.common import argument_checks, pickling
 from farandole.runner.show.history import entries_from_keras
 from farandole.spark.common.model.base import FarandoleModel
 from farandole.spark.common.model.model_summary import LayerSummary
 from farandole.spark.common.parameter import Parameter
 from farandole.spark.common.saving.persistence import ParamsWritable
-from farandole.spark.keras.arrays import input_keys, arrange_model_argument
+from farandole.spark.keras.keras_inputs import arrange_model_argument, input_keys
 from farandole.spark.keras.predict import KerasPredictor, call_model
-from farandole.spark.keras.saving import payload
-from farandole.spark.keras.saving.objects import custom_objects
+from farandole.spark.keras.saving import model_bytes
 from farandole.spark.keras.saving.onnx import export_onnx
 from farandole.spark.keras.saving.persistence import KerasModelReader, KerasModelWriter
+from farandole.spark.keras.saving.user_objects import custom_objects
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,13 +61,15 @@ class KerasModel(ParamsWritable, FarandoleModel, MLReadable["KerasModel"]):
     history: Parameter[Mapping[str, Sequence[Any]]] = Parameter(
         "Losses and metrics, a list per name with a number per epoch, as `fit` of Keras returns "
         "them.",
-        check.accept_any_value,
+        argument_checks.accept_any_value,
         default=None,
     )
-    model: Parameter[keras.Model] = Parameter("The trained model.", check.accept_any_value, default=None)
+    model: Parameter[keras.Model] = Parameter(
+        "The trained model.", argument_checks.accept_any_value, default=None
+    )
     custom_objects: Parameter[Mapping[str, Any]] = Parameter(
         "Classes and functions by name that loading the model needs.",
-        check.make_conversion_check(dict),
+        argument_checks.make_conversion_check(dict),
         default={},
     )
 
@@ -108,7 +110,7 @@ class KerasModel(ParamsWritable, FarandoleModel, MLReadable["KerasModel"]):
 
     def _create_predictor(self, dataset: DataFrame) -> KerasPredictor:
         return KerasPredictor(
-            **self._predictor_arguments(dataset, payload.pack_model(self.getModel())),
+            **self._predictor_arguments(dataset, model_bytes.pack_model(self.getModel())),
             custom_objects=pickling.pickle_by_value(
                 custom_objects(self.getModel(), self.getCustomObjects())
             ),

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from farandole.spark.keras.arrays import (
+from farandole.spark.keras.job import KerasModelShape
+from farandole.spark.keras.keras_inputs import (
     create_label,
-    describe_misfit,
+    describe_input_misfit,
     flat_outputs,
     output_keys,
     zero_batch,
 )
-from farandole.spark.keras.job import KerasModelShape
-from farandole.spark.keras.saving import payload
-from farandole.spark.keras.saving.objects import custom_objects
+from farandole.spark.keras.saving import model_bytes
+from farandole.spark.keras.saving.user_objects import custom_objects
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -64,7 +64,7 @@ _LOSSES_BY_OUTPUT_FORM = {
 
 def loss_output_form(loss: Any) -> str | None:
     """Returns the form of a model's output that a loss of Keras takes, see
-    `farandole.spark.common.model.classes`.
+    `farandole.spark.common.model.class_columns`.
 
     Args:
         loss: a loss, its name, or a list of one. The form of a custom loss is unknown.
@@ -146,7 +146,7 @@ def copy_and_compile(
         copy.compile(**arguments)
     if not copy.optimizer.built:
         copy.optimizer.build(copy.trainable_variables)
-    packed = payload.pack_model(copy)
+    packed = model_bytes.pack_model(copy)
     loaded = _unpack_model_copy(packed, found)
     loss = arguments.get("loss")
     restore_compiled_loss(loaded, loss)
@@ -241,12 +241,12 @@ def _call_on_zeros(model: Any, shape: KerasModelShape) -> Any:
     try:
         return model(keras.tree.map_structure(keras.ops.convert_to_tensor, x), training=False)
     except Exception as error:
-        raise ValueError(describe_misfit(shape, error)) from error
+        raise ValueError(describe_input_misfit(shape, error)) from error
 
 
 def _copy_model(model: Any, found: Mapping[str, Any]) -> Any:
     try:
-        packed = payload.pack_model(model)
+        packed = model_bytes.pack_model(model)
     except (NotImplementedError, TypeError, ValueError) as error:
         raise ValueError(
             f"Keras cannot save the model {model.name!r}, so no process can get it: {error}"
@@ -256,7 +256,7 @@ def _copy_model(model: Any, found: Mapping[str, Any]) -> Any:
 
 def _unpack_model_copy(packed: bytes, found: Mapping[str, Any]) -> Any:
     try:
-        return payload.unpack_model(
+        return model_bytes.unpack_model(
             packed, found, safe_mode=False
         )  # made here, of the user's own model
     except (TypeError, ValueError) as error:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from farandole.common import check
+from farandole.common import argument_checks
 from farandole.spark.common.parameter import Parameter
 from farandole.spark.common.params import EstimatorParams
 
@@ -80,11 +80,11 @@ class KerasParams(EstimatorParams):
     """Additional parameters of the Keras estimator."""
 
     model: Parameter[keras.Model] = Parameter(
-        "A `keras.Model`, compiled or not.", check.accept_any_value, default=None
+        "A `keras.Model`, compiled or not.", argument_checks.accept_any_value, default=None
     )
     optimizer: Parameter[keras.optimizers.Optimizer | str] = Parameter(
         "A Keras optimizer or its name; without it, that of the compiled model, with its state.",
-        check.accept_any_value,
+        argument_checks.accept_any_value,
         default=None,
     )
     loss: Parameter[Any] = Parameter(
@@ -98,7 +98,7 @@ class KerasParams(EstimatorParams):
         '`"mean"` or `"sum"` over rows, or `"per_batch"`, a number of the batch as a whole. '
         "Without it, a loss of an unknown form is tried on parts of some rows, and refused "
         "if several processes cannot compute it.",
-        check.make_choice_check("mean", "sum", "per_batch"),
+        argument_checks.make_choice_check("mean", "sum", "per_batch"),
         default=None,
     )
     metrics: Parameter[Any] = Parameter(
@@ -107,7 +107,7 @@ class KerasParams(EstimatorParams):
     callbacks: Parameter[Sequence[keras.callbacks.Callback]] = Parameter(
         "Keras's; they run on every rank and see the scores of all rows. A `TensorBoard` runs on "
         "rank 0 and writes into the store.",
-        check.check_value_list,
+        argument_checks.check_value_list,
         default=[],
     )
     gradient_compression: Parameter[Any] = Parameter(
@@ -130,7 +130,7 @@ class KerasParams(EstimatorParams):
     data_module: Parameter[type] = Parameter(
         "A class that returns batches instead of the native reader, created with the arguments of "
         "Horovod's `DataModule`; its `train_data()` and `val_data()` return what `fit` takes.",
-        check.accept_any_value,
+        argument_checks.accept_any_value,
         default=None,
     )
     backend_env: Parameter[Mapping[str, str]] = Parameter(

@@ -41,11 +41,11 @@ class KerasPredictor(BatchPredictor):
         _configure_backend(self.backend)
         import cloudpickle
 
-        from farandole.spark.keras.saving import payload
+        from farandole.spark.keras.saving import model_bytes
 
         # The driver's own model, with the driver's own classes.
         known = cloudpickle.loads(self.custom_objects)
-        return payload.unpack_model(
+        return model_bytes.unpack_model(
             load_prestaged(self.model), known, safe_mode=False, compiled=False
         )
 
@@ -53,15 +53,17 @@ class KerasPredictor(BatchPredictor):
         self, columns: dict[str, npt.NDArray[Any]], rows: int, model: Any
     ) -> list[Any]:
         """Like `BatchPredictor.create_inputs`; the inputs are arrays."""
-        from farandole.spark.keras.arrays import input_arrays
+        from farandole.spark.keras.keras_inputs import input_arrays
 
         return input_arrays(self._input_shape_of_columns(columns, model), columns, rows)
 
-    def _input_shape_of_columns(self, values: dict[str, npt.NDArray[Any]], model: Any) -> KerasModelShape:
+    def _input_shape_of_columns(
+        self, values: dict[str, npt.NDArray[Any]], model: Any
+    ) -> KerasModelShape:
         """Returns the model's inputs, made of these columns."""
-        from farandole.spark.common.data.reading import columns_from_sample_arrays
-        from farandole.spark.keras.arrays import create_keras_inputs
+        from farandole.spark.common.data.training_data import columns_from_sample_arrays
         from farandole.spark.keras.job import KerasModelShape
+        from farandole.spark.keras.keras_inputs import create_keras_inputs
 
         columns = columns_from_sample_arrays(values)
         return KerasModelShape(*create_keras_inputs(model, self.groups, columns), None)
@@ -70,14 +72,14 @@ class KerasPredictor(BatchPredictor):
         self, model: Any, columns: dict[str, npt.NDArray[Any]], rows: int
     ) -> list[npt.NDArray[Any]]:
         """Like `BatchPredictor.call_model`."""
-        from farandole.spark.keras.arrays import describe_misfit, build_model_argument
+        from farandole.spark.keras.keras_inputs import build_model_argument, describe_input_misfit
 
         shape = self._input_shape_of_columns(columns, model)
         try:
             with _no_gradients(self.backend):
                 value = model(build_model_argument(shape, columns, rows), training=False)
         except Exception as error:  # noqa: BLE001 - told in a sentence, Spark adds the rest
-            raise ValueError(describe_misfit(shape, error)) from None
+            raise ValueError(describe_input_misfit(shape, error)) from None
         return _outputs_as_numpy(value, self.labels)
 
 
@@ -98,7 +100,7 @@ def call_model(
 
 
 def _outputs_as_numpy(value: Any, labels: Sequence[str]) -> list[npt.NDArray[Any]]:
-    from farandole.spark.keras.arrays import flat_outputs, output_keys
+    from farandole.spark.keras.keras_inputs import flat_outputs, output_keys
 
     found = flat_outputs(value, output_keys(value, labels), len(labels))
     return [_output_to_numpy(one) for one in found]
@@ -129,9 +131,9 @@ def _configure_backend(backend: str) -> None:
         tf.config.threading.set_intra_op_parallelism_threads(1)  # there is one task per core
     elif backend == "torch":
         os.environ.setdefault("KERAS_TORCH_DEVICE", "cpu")
-        from farandole.spark.torch.training import compiler
+        from farandole.spark.torch.training import deferred_compiler
 
-        compiler.defer_compiler()
+        deferred_compiler.defer_compiler()
     elif backend == "jax":
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
-from farandole.spark.common.data.reading import PROBE_PART_ROWS
-from farandole.spark.keras.arrays import build_model_argument, model_labels
+from farandole.spark.common.data.training_data import PROBE_PART_ROWS
+from farandole.spark.keras.keras_inputs import build_model_argument, model_labels
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -108,9 +108,11 @@ class ProbePartValues:
         """Returns whether a value of all rows is the mean, or the sum, of the values of parts."""
         return are_close(self.whole[index], self.reduce_parts(index, word), self.tolerance)
 
-    def reduction(self, index: int) -> str | None:
+    def detect_part_reduction(self, index: int) -> str | None:
         """Returns `"mean"` or `"sum"` if a value is one over rows."""
-        return next((word for word in ("mean", "sum") if self.matches_reduced_parts(index, word)), None)
+        return next(
+            (word for word in ("mean", "sum") if self.matches_reduced_parts(index, word)), None
+        )
 
 
 def are_close(first: npt.ArrayLike, second: npt.ArrayLike, tolerance: float) -> bool:

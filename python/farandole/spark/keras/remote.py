@@ -12,8 +12,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from farandole.common import basics
-from farandole.common.notices import is_elastic
 from farandole.common.resource_limits import usable_cores
+from farandole.common.termination_notices import is_elastic_worker
 from farandole.spark import task
 
 if TYPE_CHECKING:
@@ -78,10 +78,10 @@ def _prepare_tensorflow(wanted: bool) -> None:
 def _prepare_torch(wanted: bool) -> None:
     import torch
 
-    from farandole.spark.torch.training import compiler
+    from farandole.spark.torch.training import deferred_compiler
 
     # Keras imports it, and calls it where a model was compiled with jit_compile=True
-    compiler.defer_compiler()
+    deferred_compiler.defer_compiler()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(_cores_per_process())
     chosen = _choose_gpu(torch.cuda.device_count() if wanted and torch.cuda.is_available() else 0)
@@ -112,7 +112,7 @@ def _choose_gpu(count: int) -> int | None:
     """
     # In an elastic job each process asks for itself: one that joins later has no peer that calls
     # the same.
-    if not is_elastic():
+    if not is_elastic_worker():
         task.check_gpu_agreement(count > 0)
     choice = task.choose_own_gpu(count, basics.local_rank(), basics.local_size())
     return None if choice is None else choice.index

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
-from farandole._keras.values import as_array
+from farandole._keras.value_collectives import to_numpy_array
 from farandole.spark.keras.probe_rows import (
     LOSS_OPTIONS,
     ProbePartValues,
@@ -79,13 +79,13 @@ def refuse_non_mean_train_step(
         again, found.whole[0], found.tolerance
     ):
         _warn_of_untried_loss(name, "two calls with the same rows give different gradients")
-    elif found.reduction(0) == "sum":
+    elif found.detect_part_reduction(0) == "sum":
         raise ValueError(
             f"the loss in {name} is a sum over rows: the gradients of {found.row_count} rows are "
             'the sum of the gradients of parts. Set loss_reduction="sum" so that several processes '
             "or passes train what one process trains"
         )
-    elif found.reduction(0) is None:
+    elif found.detect_part_reduction(0) is None:
         raise ValueError(
             f"the loss in {name} is no mean over rows: the gradients of {found.row_count} rows are "
             "not the mean of the gradients of parts, so several processes or passes would train "
@@ -123,7 +123,7 @@ def _step_gradients(model: Any, batch: ProbeBatch) -> Any:
 
     def record_gradients(grads: Any, *_variables: Any, **_options: Any) -> None:
         found.extend(
-            as_array(keras.ops.convert_to_tensor(gradient)).astype(np.float64).reshape(-1)
+            to_numpy_array(keras.ops.convert_to_tensor(gradient)).astype(np.float64).reshape(-1)
             for gradient in grads
             if gradient is not None
         )

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from farandole.lightning.elastic import LightningState
-from farandole.spark.common.data.source import EpochPosition
+from farandole.spark.common.data.batch_source import EpochPosition
 from farandole.spark.common.runs.elastic_run import COMMIT_INTERVAL_STEPS
 
 if TYPE_CHECKING:
     import torch
 
-    from farandole.spark.lightning.loader import LightningLoader
+    from farandole.spark.lightning.lightning_loader import LightningLoader
     from farandole.spark.lightning.run_recorder import LightningRunRecorder
 
 
@@ -62,10 +62,10 @@ class LightningRunState(LightningState):
         """
         self._loader, self._watch = loader, watch
 
-    def has_done(self, trainer: Any, batches: int) -> None:
+    def note_finished_batch(self, trainer: Any, batches: int) -> None:
         """Takes note of a batch: where a commit follows, of its place."""
-        super().has_done(trainer, batches)
-        if self._loader is not None and self.is_due(trainer, batches):
+        super().note_finished_batch(trainer, batches)
+        if self._loader is not None and self.is_commit_due(trainer, batches):
             total = self._required_recorder.global_loss_total()
             self.reached = replace(
                 self.reached,
@@ -73,13 +73,13 @@ class LightningRunState(LightningState):
                 total=total,
             )
 
-    def is_due(self, trainer: Any, batches: int) -> bool:
+    def is_commit_due(self, trainer: Any, batches: int) -> bool:
         """Returns whether to commit now; never if an epoch cannot be continued in the middle."""
-        return self._loader is not None and super().is_due(trainer, batches)
+        return self._loader is not None and super().is_commit_due(trainer, batches)
 
-    def has_ended(self, trainer: Any) -> None:
+    def note_finished_epoch(self, trainer: Any) -> None:
         """Takes note of an epoch, whose entry is in the history."""
-        super().has_ended(trainer)
+        super().note_finished_epoch(trainer)
         if self._loader is not None:
             self._loader.rewind_to_start()
         watch = self._required_recorder

@@ -19,12 +19,12 @@ from farandole.spark.lightning.module_wrapper import wrap_module
 from farandole.spark.lightning.params import LightningParams
 from farandole.spark.lightning.remote import compression_hook_arguments, train_rank
 from farandole.spark.lightning.step_probe import refuse_non_mean_training_step
-from farandole.spark.torch import mapping
+from farandole.spark.torch import driver_checks
 from farandole.spark.torch.columns.losses import construct_losses
 from farandole.spark.torch.estimator_base import TorchEstimatorBase
 from farandole.spark.torch.job import TorchLabel, TorchUserObjects
 from farandole.spark.torch.loss_probe import try_unknown_losses
-from farandole.spark.torch.saving import payload
+from farandole.spark.torch.saving import state_bytes
 from farandole.spark.torch.saving.persistence import (
     TorchEstimatorParamsReadable,  # noqa: F401 - Horovod has these here
     TorchEstimatorParamsReader,  # noqa: F401
@@ -102,14 +102,14 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
         """Returns the class of the fitted model."""
         return TorchModel
 
-    def _plan_training(self, prepared: Prepared, backend: Backend) -> FrameworkTrainingJob:
+    def _create_framework_job(self, prepared: Prepared, backend: Backend) -> FrameworkTrainingJob:
         sampled = self._sample_columns(prepared, backend)
         fingerprint = self._fit_fingerprint(prepared, backend.num_processes(), {})
         is_plain, losses = self._lightning_package() is None, self._constructed_losses()
         job, objects = self._create_job(prepared, fingerprint, sampled, losses)
         module, sizes = objects.module, None
         if is_plain:
-            found = mapping.model_outputs(job.inputs, job.labels, module, sampled.rows)
+            found = driver_checks.model_outputs(job.inputs, job.labels, module, sampled.rows)
             sizes = [output[0].numel() for output in found]
         if isinstance(objects.data_module, type | None):  # else its rows and batches are unknown
             most, changes = max_processes(backend), objects.transformation
@@ -119,7 +119,7 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
                 refuse_non_mean_training_step(job, module, changes, processes=most)
 
         def load_result(trained: TorchTrainingResult) -> torch.nn.Module:
-            module.load_state_dict(payload.unpack_state(trained.checkpoint)["model"])
+            module.load_state_dict(state_bytes.unpack_state(trained.checkpoint)["model"])
             return module.model if is_plain else module
 
         return FrameworkTrainingJob(
@@ -142,10 +142,10 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
         if not self.getMlflow():
             return None
         try:
-            outputs = mapping.model_outputs(job.inputs, job.labels, module, rows)
+            outputs = driver_checks.model_outputs(job.inputs, job.labels, module, rows)
         except ValueError:  # the steps of a LightningModule need not call it
             return None
-        return mapping.model_example(job, rows, outputs)
+        return driver_checks.model_example(job, rows, outputs)
 
     def _framework_fingerprint_parts(self) -> list[FingerprintPart]:
         model, parts = self.getModel(), super()._framework_fingerprint_parts()
@@ -168,7 +168,7 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
     ) -> tuple[LightningTrainingJob, LightningUserObjects]:
         """Returns the run's description, and a copy of the user's objects."""
         package, names = self._lightning_package(), self.getLabelCols()
-        mapped = mapping.map_labels(names, sampled.columns, losses, self.getLabelShapes())
+        mapped = driver_checks.map_labels(names, sampled.columns, losses, self.getLabelShapes())
         labels = tuple(TorchLabel(*one) for one in mapped)
         objects = LightningUserObjects(
             module=self.getModel(),
@@ -184,7 +184,7 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
             one for one in _LIGHTNING_PACKAGES if find_spec(one.partition(".")[0]) is not None
         )
         if package is None:
-            labels = mapping.mark_class_index_lists(
+            labels = driver_checks.mark_class_index_lists(
                 labels, losses, sampled.inputs, self.getModel(), sampled.rows
             )
             objects.module = wrap_module(
@@ -201,7 +201,7 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
                 weight=self.getSampleWeightCol(),
                 reduction=self.getLossReduction(),
             )
-        packed = payload.pickle_job_objects(
+        packed = state_bytes.pickle_job_objects(
             objects,
             module="model",
             compression="gradient_compression",
@@ -218,7 +218,7 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
             gpus=self.getNumGpus(),
             allow_pickle=self.getAllowPickle(),
         )
-        return job, payload.unpickle_on_cpu(packed)
+        return job, state_bytes.unpickle_on_cpu(packed)
 
     def _constructed_losses(self) -> list[Any]:
         """Returns the losses of a plain module; for a `LightningModule`, placeholders by which

@@ -27,7 +27,7 @@ class TorchModel(PlainTorchModel):
         """
         return _call_module
 
-    def _prediction_fn(self) -> Callable[..., Any] | None:
+    def _custom_prediction_fn(self) -> Callable[..., Any] | None:
         function = self.get_prediction_fn()
         return None if function is _call_module else function
 

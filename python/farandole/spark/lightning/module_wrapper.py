@@ -13,13 +13,13 @@ import torch
 from farandole.spark.torch.columns.loss_terms import LabelLoss, mean_batch_loss
 from farandole.spark.torch.columns.losses import shape_label
 from farandole.spark.torch.columns.tensors import flat_outputs
-from farandole.spark.torch.training.batches import zero_loss_terms
+from farandole.spark.torch.training.batch_evaluator import zero_loss_terms
 from farandole.spark.torch.training.step_counts import LabelCounter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from farandole.spark.lightning.loader import LightningLoader
+    from farandole.spark.lightning.lightning_loader import LightningLoader
     from farandole.spark.torch.job import TorchInput, TorchLabel
 
 
@@ -31,7 +31,7 @@ class _PlainModuleSteps:
     model: torch.nn.Module
     log_dict: Any
 
-    def prepare_steps(
+    def set_training_objects(
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
@@ -122,11 +122,11 @@ class _PlainModuleSteps:
         else:
             own = read.own if read is not None and read.own else None
             terms = [
-                loss.term(
+                loss.batch_loss_term(
                     output,
                     label,
                     weights,
-                    loss.count(label, len(output)) if own is None else own[position],
+                    loss.loss_divisor(label, len(output)) if own is None else own[position],
                 )
                 for position, (loss, output, label) in enumerate(
                     zip(self._losses, outputs, labels, strict=True)
@@ -173,8 +173,8 @@ def wrap_module(package: str, **parts: Any) -> Any:
 
     Args:
         package: as in `wrapper_class`.
-        **parts: arguments of `prepare_steps`.
+        **parts: arguments of `set_training_objects`.
     """
     module = wrapper_class(package)()
-    module.prepare_steps(**parts)
+    module.set_training_objects(**parts)
     return module

@@ -9,7 +9,7 @@ from __future__ import annotations
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Self
 
-from farandole.common import check
+from farandole.common import argument_checks
 from farandole.spark.common.parameter import Parameter
 from farandole.spark.torch.params import TorchParams
 from farandole.stores.pickle_policy import ALLOW_PICKLE_PARAMETER
@@ -34,51 +34,55 @@ class LightningParams(TorchParams):
     """Additional parameters of the Lightning estimator."""
 
     model: Parameter[Any] = Parameter(
-        "A `LightningModule`, or a plain module.", check.accept_any_value, default=None
+        "A `LightningModule`, or a plain module.", argument_checks.accept_any_value, default=None
     )
     callbacks: Parameter[Any] = Parameter(
         "Lightning's. A `ModelCheckpoint` writes into the run's directory of the store, and the "
         "fitted model has the weights of its best checkpoint.",
-        check.check_value_list,
+        argument_checks.check_value_list,
         default=[],
     )
     train_minibatch_fn: Parameter[Any] = Parameter(
         "Accepted for compatibility with Horovod; the module's `training_step` trains.",
-        check.check_callable_value,
+        argument_checks.check_callable_value,
         default=None,
     )
     data_module: Parameter[Any] = Parameter(
         "A `LightningDataModule`, or a class of them that is built with Horovod's arguments.",
-        check.accept_any_value,
+        argument_checks.accept_any_value,
         default=None,
     )
     num_gpus: Parameter[int] = Parameter(
         "GPUs per process: 0 keeps to CPUs.",
-        check.make_minimum_check(0),
+        argument_checks.make_minimum_check(0),
         default=None,
         horovod_name="NumGPUs",
     )
     logger: Parameter[Any] = Parameter(
         "Lightning's logger, or a list of them; files go to the run's logs in the store.",
-        check.accept_any_value,
+        argument_checks.accept_any_value,
         default=None,
     )
     log_every_n_steps: Parameter[int] = Parameter(
-        "Steps between rows of a log.", check.make_minimum_check(1), default=50
+        "Steps between rows of a log.", argument_checks.make_minimum_check(1), default=50
     )
     loader_num_epochs: Parameter[int] = Parameter(
         "Accepted for compatibility with Horovod: an epoch is one pass.",
-        check.make_minimum_check(1),
+        argument_checks.make_minimum_check(1),
         default=None,
     )
-    profiler: Parameter[Any] = Parameter("Lightning's profiler.", check.accept_any_value, default=None)
+    profiler: Parameter[Any] = Parameter(
+        "Lightning's profiler.", argument_checks.accept_any_value, default=None
+    )
     trainer_args: Parameter[dict[str, Any]] = Parameter(
         "Arguments of Lightning's `Trainer`, which override all others.",
         _check_trainer_args,
         default=None,
     )
     debug_data_loader: Parameter[bool] = Parameter(
-        "Accepted for compatibility with Horovod.", check.check_boolean_flag, default=False
+        "Accepted for compatibility with Horovod.",
+        argument_checks.check_boolean_flag,
+        default=False,
     )
     train_async_data_loader_queue_size: Parameter[float] = Parameter(
         "Accepted for compatibility with Horovod: batches are read ahead.",
@@ -93,7 +97,7 @@ class LightningParams(TorchParams):
         "Whether a run that continues may run the code that its checkpoint contains. If it is not "
         "set, the variable `FARANDOLE_ALLOW_PICKLE` decides, and without that it may not. It is "
         "not saved with the estimator, and a param map cannot set it.",
-        check.check_boolean_flag,
+        argument_checks.check_boolean_flag,
         default=None,
     )
 

@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import farandole.torch as hvd
-from farandole.common import scratch
-from farandole.common.notices import is_elastic
-from farandole.numpy.plain import broadcast_plain
+from farandole.common import scratch_directories
+from farandole.common.termination_notices import is_elastic_worker
+from farandole.numpy.plain_value_exchange import broadcast_plain
 from farandole.spark import task
 from farandole.spark.common.runs.stop_request import StopCheck
 from farandole.spark.lightning.elastic import LightningRunProgress, LightningRunState
-from farandole.spark.lightning.loader import LightningLoader
+from farandole.spark.lightning.lightning_loader import LightningLoader
 from farandole.spark.lightning.run_recorder import recorder_class
 from farandole.spark.torch.job import TorchTrainingResult
-from farandole.spark.torch.saving import payload
-from farandole.spark.torch.training.setup import (
+from farandole.spark.torch.saving import state_bytes
+from farandole.spark.torch.training.process_setup import (
     choose_rank_device,
     create_sources,
     data_module_steps,
@@ -70,7 +70,7 @@ def train_rank(job: LightningTrainingJob) -> TorchTrainingResult | None:
         logging.getLogger(name).setLevel(logging.WARNING)
     hvd.init(process_sets="dynamic")
     with (
-        scratch.temporary_directory() as folder,
+        scratch_directories.temporary_directory() as folder,
         contextlib.closing(StopCheck(job.store)) as halt,
     ):
         try:
@@ -86,8 +86,8 @@ def _start_training(
 ) -> TorchTrainingResult | None:
     prepare_process(job.loop, hvd.rank())
     device = choose_rank_device(job.loop.use_gpu and job.gpus != 0)
-    objects: LightningUserObjects = payload.unpickle_on_cpu(job.objects)
-    if not is_elastic():
+    objects: LightningUserObjects = state_bytes.unpickle_on_cpu(job.objects)
+    if not is_elastic_worker():
         return _train_in_world(job, objects, device, folder, halt, None)
     from farandole.lightning import elastic  # noqa: PLC0415 - needs one of Lightning's packages
 
@@ -112,7 +112,7 @@ def _train_in_world(
     if not reached.begun:
         # One read for all: a rank 0 of a lost gang may not have ended yet, and write another in
         # between.
-        found = broadcast_plain(job.store.resume() if rank == 0 else None, 0)
+        found = broadcast_plain(job.store.read_checkpoint_to_resume() if rank == 0 else None, 0)
         if found is not None:
             resume = folder / "resume.ckpt"
             resume.write_bytes(found)
@@ -161,7 +161,8 @@ def _train_in_world(
     if hvd.rank() != 0:
         return None
     return TorchTrainingResult(
-        payload.pack_state({"model": watch.result_weights(trainer, objects.module)}), watch.history
+        state_bytes.pack_state({"model": watch.result_weights(trainer, objects.module)}),
+        watch.history,
     )
 
 
@@ -279,9 +280,9 @@ def _load_checkpoint(job: LightningTrainingJob, found: bytes) -> dict[str, Any]:
     raises an error.
     """
     if resolve_pickle_decision(job.allow_pickle):
-        return payload.unpickle_on_cpu(found)
+        return state_bytes.unpickle_on_cpu(found)
     try:
-        return payload.unpack_state(found)
+        return state_bytes.unpack_state(found)
     except pickle.UnpicklingError as error:
         raise PickleNotAllowedError(
             f"the checkpoint of run {job.run_id!r} contains more than tensors and plain "

@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import farandole.torch as hvd
-from farandole.numpy.plain import allgather_plain
+from farandole.numpy.plain_value_exchange import allgather_plain
 from farandole.spark.common.runs.finite_loss import check_finite_loss
 from farandole.spark.common.show.epoch_reports import (
     EpochReporter,
     write_epoch_checkpoints,
     write_history,
 )
-from farandole.spark.common.show.meter import StepMeter
+from farandole.spark.common.show.step_meter import StepMeter
 from farandole.spark.lightning.padding_logs import LoggedValuesBeforePadding
-from farandole.stores import durable
+from farandole.stores import durable_writes
 from farandole.stores.pickle_policy import resolve_pickle_decision
 from farandole.torch.sync_batch_norm import exclude_padding_rows
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from farandole.spark.common.runs.stop_request import StopCheck
     from farandole.spark.lightning.job import LightningTrainingJob
-    from farandole.spark.lightning.loader import LightningLoader
+    from farandole.spark.lightning.lightning_loader import LightningLoader
 
 _CHECKPOINT_SUFFIX = ".ckpt"
 """Suffix of the files of Lightning's checkpoint callbacks."""
@@ -153,7 +153,9 @@ class LightningRunRecorder:
             self._padding_logs.restore()
             self._padding_logs = None
         loader = self._loaders[stage]
-        return _batch_row_count(batch) if loader is None else loader.yielded_batch_record(index).valid
+        return (
+            _batch_row_count(batch) if loader is None else loader.yielded_batch_record(index).valid
+        )
 
     def on_train_epoch_start(self, *_: Any) -> None:
         """Resets the counts."""
@@ -186,7 +188,7 @@ class LightningRunRecorder:
             self.total += value * rows
         if self.halt.should_stop_after_step(self.rank):
             trainer.should_stop = True
-        if self.rank != 0 or not self.reporter.is_step_due():
+        if self.rank != 0 or not self.reporter.is_step_report_due():
             return
         speed = self.rows * self.size / max(time.monotonic() - self.started, 1e-9)
         steps, loss = int(trainer.num_training_batches), self.total / max(self.rows, 1)
@@ -256,7 +258,7 @@ class LightningRunRecorder:
             self.reporter.report_epoch(entry, steps, rows / max(seconds, 1e-9))
         stopping = self.job.loop.early_stopping
         if (
-            stopping is not None and stopping.is_over(self.history)
+            stopping is not None and stopping.is_patience_exhausted(self.history)
         ) or self.halt.should_stop_after_epoch(self.rank):
             trainer.should_stop = True
 
@@ -307,7 +309,7 @@ class LightningRunRecorder:
             return
         run = self.scratch / "run"
         for file in sorted(run.rglob("*")):
-            if durable.is_present_file(file):
+            if durable_writes.is_present_file(file):
                 is_checkpoint = file.suffix == _CHECKPOINT_SUFFIX
                 write = self.store.write if is_checkpoint else self.store.write_log
                 write(file.relative_to(run).as_posix(), file.read_bytes())

@@ -11,7 +11,7 @@ import torch
 
 from farandole.spark.torch.columns.tensors import input_tensor
 from farandole.spark.torch.loss_probe import PartLoss, check_whole_against_parts
-from farandole.spark.torch.training.source import to_tensors
+from farandole.spark.torch.training.tensor_source import to_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -10,17 +10,17 @@ from farandole.runner.backend import max_processes
 from farandole.spark.common.datamodule import resolve_data_module_class
 from farandole.spark.common.runs.fingerprint import FingerprintPart
 from farandole.spark.common.training_plan import FrameworkTrainingJob
-from farandole.spark.torch import callbacks, mapping
+from farandole.spark.torch import callbacks, driver_checks
 from farandole.spark.torch.columns.loss_terms import check_weighable, find_loss_reduction
 from farandole.spark.torch.columns.losses import construct_losses
-from farandole.spark.torch.columns.tensors import describe_output
+from farandole.spark.torch.columns.tensors import describe_output_with_label
 from farandole.spark.torch.estimator_base import TorchEstimatorBase
-from farandole.spark.torch.fingerprint_parts import optimizer_totals
+from farandole.spark.torch.fingerprint_parts import total_learning_rate_digest
 from farandole.spark.torch.job import TorchLabel, TorchTrainingJob, TorchUserObjects
 from farandole.spark.torch.loss_probe import try_unknown_losses
 from farandole.spark.torch.model import TorchModel
 from farandole.spark.torch.remote import train_rank
-from farandole.spark.torch.saving import payload
+from farandole.spark.torch.saving import state_bytes
 from farandole.spark.torch.saving.persistence import (
     TorchEstimatorParamsReadable,  # noqa: F401 - Horovod has these here
     TorchEstimatorParamsReader,  # noqa: F401
@@ -79,20 +79,20 @@ class TorchEstimator(TorchEstimatorBase):
         """Returns the class of the fitted model."""
         return TorchModel
 
-    def _plan_training(self, prepared: Prepared, backend: Backend) -> FrameworkTrainingJob:
+    def _create_framework_job(self, prepared: Prepared, backend: Backend) -> FrameworkTrainingJob:
         processes = backend.num_processes()
         sampled = self._sample_columns(prepared, backend)
-        totals = optimizer_totals(self.getOptimizer(), processes)
+        totals = total_learning_rate_digest(self.getOptimizer(), processes)
         fingerprint = self._fit_fingerprint(prepared, processes, totals)
         job, objects, losses = self._create_job(prepared, fingerprint, sampled)
-        outputs = mapping.try_model(job, objects, losses, sampled.rows)
+        outputs = driver_checks.try_model(job, objects, losses, sampled.rows)
         if self.getDataModule() is None:
-            mapping.check_batch_norms(job, objects.model, sampled.rows, processes)
+            driver_checks.check_batch_norms(job, objects.model, sampled.rows, processes)
         most = max_processes(backend)
         try_unknown_losses(job, losses, objects.model, objects.transformation, processes=most)
 
         def load_result(trained: TorchTrainingResult) -> torch.nn.Module:
-            state = payload.unpack_state(trained.checkpoint)
+            state = state_bytes.unpack_state(trained.checkpoint)
             objects.model.load_state_dict(state["model"])
             objects.optimizer.load_state_dict(state["optimizer"])
             return objects.model
@@ -104,8 +104,8 @@ class TorchEstimator(TorchEstimatorBase):
             inputs=job.inputs,
             output_sizes=[output[0].numel() for output in outputs],
             load_result=load_result,
-            create_example=lambda _model: mapping.model_example(job, sampled.rows, outputs),
-            output_words=list(map(describe_output, job.labels, outputs, losses)),
+            create_example=lambda _model: driver_checks.model_example(job, sampled.rows, outputs),
+            output_words=list(map(describe_output_with_label, job.labels, outputs, losses)),
             model_params={
                 **self._model_params(prepared, job.inputs),
                 "optimizer": objects.optimizer,
@@ -134,7 +134,7 @@ class TorchEstimator(TorchEstimatorBase):
             callbacks=tuple(self.getCallbacks()),
             data_module=resolve_data_module_class(self.getDataModule()),
         )
-        packed = payload.pickle_job_objects(
+        packed = state_bytes.pickle_job_objects(
             objects,
             losses="loss" if self.getLoss() is not None else "loss_constructors",
             compression="gradient_compression",
@@ -142,21 +142,21 @@ class TorchEstimator(TorchEstimatorBase):
             train_minibatch="train_minibatch_fn",
             transformation="transformation_fn",
         )
-        mine = payload.unpickle_on_cpu(packed)
+        mine = state_bytes.unpickle_on_cpu(packed)
         losses = construct_losses(mine, model=mine.model, optimizer=mine.optimizer, rank=0, size=1)
         # These may put other labels in place of those of the data.
         replaced = sampled.transformation or objects.data_module or self.getFill()
-        ranges = {} if replaced else mapping.combined_column_ranges(prepared)
+        ranges = {} if replaced else driver_checks.combined_column_ranges(prepared)
         names, shapes = self.getLabelCols(), self.getLabelShapes()
         labels = [
             TorchLabel(*one, ranges.get(one[0].name))
-            for one in mapping.map_labels(names, sampled.columns, losses, shapes)
+            for one in driver_checks.map_labels(names, sampled.columns, losses, shapes)
         ]
         job = TorchTrainingJob(
             **self._job_fields(prepared, fingerprint),
             objects=packed,
             inputs=sampled.inputs,
-            labels=mapping.mark_class_index_lists(
+            labels=driver_checks.mark_class_index_lists(
                 labels, losses, sampled.inputs, mine.model, sampled.rows
             ),
             loss_weights=tuple(self.getLossWeights() or [1.0 / len(names)] * len(names)),

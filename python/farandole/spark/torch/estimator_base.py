@@ -11,13 +11,13 @@ import torch
 
 from farandole.data.columns import check_shapes_fit
 from farandole.runner.backend import max_processes
-from farandole.spark.common.data.reading import (
+from farandole.spark.common.data.training_data import (
     columns_from_sample_arrays,
     create_transformation,
     read_example_rows,
 )
 from farandole.spark.common.estimator import FarandoleEstimator
-from farandole.spark.torch import mapping
+from farandole.spark.torch import driver_checks
 from farandole.spark.torch.columns.losses import loss_output_form
 from farandole.spark.torch.columns.tensors import create_torch_inputs
 from farandole.spark.torch.fingerprint_parts import model_parts
@@ -27,7 +27,7 @@ from farandole.spark.torch.saving.persistence import (
     TorchEstimatorParamsReadable,
     TorchEstimatorParamsWritable,
 )
-from farandole.spark.torch.training.source import to_tensors
+from farandole.spark.torch.training.tensor_source import to_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,8 +69,8 @@ class TorchEstimatorBase(
             raise ValueError(f"model must be a torch.nn.Module: {type(self.getModel()).__name__}")
 
     def _check_optimizer(self) -> None:
-        mapping.check_optimizer(self.getModel(), self.getOptimizer())
-        mapping.check_scheduler(self.getLrScheduler(), self.getOptimizer())
+        driver_checks.check_optimizer(self.getModel(), self.getOptimizer())
+        driver_checks.check_scheduler(self.getLrScheduler(), self.getOptimizer())
 
     def _label_losses(self) -> list[Any]:
         """Returns the losses, or their constructors, one per label."""
@@ -98,7 +98,7 @@ class TorchEstimatorBase(
 
     def _sample_columns(self, prepared: Prepared, backend: Backend) -> SampledColumns:
         """Reads some rows, and checks model and columns against each other."""
-        mapping.refuse_max_norm_embeddings(self.getModel(), max_processes(backend))
+        driver_checks.refuse_max_norm_embeddings(self.getModel(), max_processes(backend))
         transformation, shapes = create_transformation(self), self.getInputShapes()
         names = self._column_roles().stored_columns
         arrays = read_example_rows(self, prepared, names, transformation)
@@ -109,7 +109,7 @@ class TorchEstimatorBase(
         inputs, labels = self._input_columns(), [[name] for name in self.getLabelCols()]
         check_shapes_fit(columns, inputs, shapes, "feature")
         check_shapes_fit(columns, labels, self.getLabelShapes(), "label")
-        mapping.refuse_useless_weights(prepared, self.getSampleWeightCol())
+        driver_checks.refuse_useless_weights(prepared, self.getSampleWeightCol())
         made = create_torch_inputs(inputs, columns, shapes, self.getInputDtypes(), prepared)
         return SampledColumns(columns, rows, made, transformation)
 

@@ -51,7 +51,7 @@ def model_parts(
     return parts
 
 
-def optimizer_totals(optimized: torch.optim.Optimizer, processes: int) -> dict[str, str]:
+def total_learning_rate_digest(optimized: torch.optim.Optimizer, processes: int) -> dict[str, str]:
     """Returns the digest of the learning rates of all processes together, by name of the part.
 
     Args:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Self
 
-from farandole.spark.common.data.reading import TrainingJob
+from farandole.spark.common.data.training_data import TrainingJob
 from farandole.spark.common.model.signature import ModelInput
 
 if TYPE_CHECKING:
     from farandole.data.columns import PreparedColumn
-    from farandole.spark.common.runs.stopping import EarlyStopping, Monitor
+    from farandole.spark.common.runs.monitored_stopping import EarlyStopping, MonitoredMetric
     from farandole.spark.torch.params import TorchParams
 
 
@@ -58,7 +58,7 @@ class TrainingLoopOptions:
     gradient_clip_norm: float | None
     lr_scheduler_interval: str
     early_stopping: EarlyStopping | None
-    best_checkpoint: Monitor | None
+    best_checkpoint: MonitoredMetric | None
     checkpoint_every: int | None
     compile: bool
     deterministic: bool

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from farandole.spark.common.data.reading import PROBE_PART_ROWS
+from farandole.spark.common.data.training_data import PROBE_PART_ROWS
 from farandole.spark.torch.columns.loss_terms import LabelLoss
 from farandole.spark.torch.columns.losses import shape_label
-from farandole.spark.torch.mapping import model_outputs
-from farandole.spark.torch.training.source import to_tensors
+from farandole.spark.torch.driver_checks import model_outputs
+from farandole.spark.torch.training.tensor_source import to_tensors
 from farandole.torch import loss_sums
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from farandole.spark.common.data.reading import ProbePart
+    from farandole.spark.common.data.training_data import ProbePart
     from farandole.spark.torch.job import TorchLabel, TorchTrainingJob
 
 _MODEL_ROWS = 16
@@ -78,11 +78,14 @@ def check_label_loss_parts(
         some = output[torch.arange(first, first + rows) % len(output)]
         first += rows
         label = columns[torch_label.column.name].to(getattr(torch, torch_label.dtype))
-        count, shaped = label_loss.count(label, rows), shape_label(label, some, torch_label.shape)
+        count, shaped = (
+            label_loss.loss_divisor(label, rows),
+            shape_label(label, some, torch_label.shape),
+        )
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)  # a loss with random parts has the same in each call
-                term = label_loss.term(some, shaped, None, count)
+                term = label_loss.batch_loss_term(some, shaped, None, count)
         except Exception as error:
             raise ValueError(
                 f"{name} takes no batch of {rows} rows, so it cannot be averaged over processes: "
@@ -103,10 +106,10 @@ def check_whole_against_parts(whole: PartLoss, parts: Sequence[PartLoss], name: 
     Raises:
         ValueError: the loss of all rows is not the mean of the losses of parts.
     """
-    if _is_close(whole.total, [one.total for one in parts]):
+    if _is_sum_of_parts(whole.total, [one.total for one in parts]):
         return
     rows = sum(PROBE_PART_ROWS)
-    if _is_close(whole.mean, [one.mean for one in parts]):
+    if _is_sum_of_parts(whole.mean, [one.mean for one in parts]):
         raise ValueError(
             f"{name} is a sum over rows: of {rows} rows it is the sum of what it is of parts. Set "
             'loss_reduction="sum" so that several processes or passes train what one process trains'
@@ -153,7 +156,7 @@ def try_unknown_losses(
             check_label_loss_parts(label, loss, output, parts, name)
 
 
-def _is_close(whole: float, parts: Sequence[float]) -> bool:
+def _is_sum_of_parts(whole: float, parts: Sequence[float]) -> bool:
     """Returns whether a whole is the sum of its parts; NaN on both sides says nothing."""
     total = sum(parts)
     if math.isnan(whole):

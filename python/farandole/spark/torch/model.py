@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from pyspark.ml.util import MLReadable
 
-from farandole.common import check
+from farandole.common import argument_checks
 from farandole.spark.common.model.base import FarandoleModel
 from farandole.spark.common.model.model_summary import LayerSummary, torch_layers
 from farandole.spark.common.parameter import Parameter
 from farandole.spark.common.saving.persistence import ParamsWritable
 from farandole.spark.torch.predict import TorchPredictor
-from farandole.spark.torch.saving import payload
+from farandole.spark.torch.saving import state_bytes
 from farandole.spark.torch.saving.onnx import export_onnx
 from farandole.spark.torch.saving.persistence import TorchModelReader, TorchModelWriter
 
@@ -44,26 +44,32 @@ class TorchModel(ParamsWritable, FarandoleModel, MLReadable["TorchModel"]):
     _UNUSED = ("_metadata",)  # Horovod's description of columns
 
     model: Parameter[torch.nn.Module] = Parameter(
-        "The trained module.", check.accept_any_value, default=None
+        "The trained module.", argument_checks.accept_any_value, default=None
     )
     input_shapes: Parameter[Sequence[Sequence[int]]] = Parameter(
-        "Shape of each input's tensor, as in the estimator.", check.check_shape_list, default=None
+        "Shape of each input's tensor, as in the estimator.",
+        argument_checks.check_shape_list,
+        default=None,
     )
     input_dtypes: Parameter[Sequence[str]] = Parameter(
-        "Type of each input's tensor, as in the estimator.", check.check_value_list, default=None
+        "Type of each input's tensor, as in the estimator.",
+        argument_checks.check_value_list,
+        default=None,
     )
     optimizer: Parameter[torch.optim.Optimizer] = Parameter(
         "The optimizer after the last step, with the learning rate of one process.",
-        check.accept_any_value,
+        argument_checks.accept_any_value,
         default=None,
     )
-    loss: Parameter[Any] = Parameter("The loss of the training.", check.accept_any_value, default=None)
+    loss: Parameter[Any] = Parameter(
+        "The loss of the training.", argument_checks.accept_any_value, default=None
+    )
     loss_constructors: Parameter[Any] = Parameter(
-        "The loss constructors of the training.", check.accept_any_value, default=None
+        "The loss constructors of the training.", argument_checks.accept_any_value, default=None
     )
     use_gpu: Parameter[bool] = Parameter(
         "Whether to predict on a GPU; without it, if Spark assigned one to the task.",
-        check.check_boolean_flag,
+        argument_checks.check_boolean_flag,
         default=None,
     )
 
@@ -80,20 +86,20 @@ class TorchModel(ParamsWritable, FarandoleModel, MLReadable["TorchModel"]):
     def _write_onnx(
         self, path: Path, signature: Signature, opset: int | None
     ) -> Callable[[Sequence[Any]], Sequence[Any]]:
-        outputs, function = self.getOutputCols(), self._prediction_fn()
+        outputs, function = self.getOutputCols(), self._custom_prediction_fn()
         return export_onnx(self.getModel(), signature, outputs, path, function, opset)
 
     def _layer_summaries(self) -> list[LayerSummary]:
         return torch_layers(self.getModel())
 
-    def _prediction_fn(self) -> Callable[..., Any] | None:
+    def _custom_prediction_fn(self) -> Callable[..., Any] | None:
         return None
 
     def _create_predictor(self, dataset: DataFrame) -> TorchPredictor:
         return TorchPredictor(
-            **self._predictor_arguments(dataset, payload.pickle_with_tensors(self.getModel())),
+            **self._predictor_arguments(dataset, state_bytes.pickle_with_tensors(self.getModel())),
             shapes=self.getInputShapes(),
             dtypes=self.getInputDtypes(),
             use_gpu=self.getUseGpu(),
-            function=self._prediction_fn(),
+            function=self._custom_prediction_fn(),
         )

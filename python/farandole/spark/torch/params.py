@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from farandole.common import check
+from farandole.common import argument_checks
 from farandole.spark.common.parameter import Parameter
 from farandole.spark.common.params import EstimatorParams
-from farandole.spark.common.runs.stopping import EarlyStopping, Monitor
+from farandole.spark.common.runs.monitored_stopping import EarlyStopping, MonitoredMetric
 from farandole.spark.torch.columns.loss_terms import LOSS_REDUCTIONS
 from farandole.spark.torch.columns.tensors import INPUT_DTYPES
 
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 
 def _check_dtypes(name: str, value: Any) -> list[str]:
-    found = [str(one).removeprefix("torch.") for one in check.check_value_list(name, value)]
+    found = [
+        str(one).removeprefix("torch.") for one in argument_checks.check_value_list(name, value)
+    ]
     unknown = [one for one in found if one not in INPUT_DTYPES]
     if unknown:
         raise ValueError(f"{name} must be of {', '.join(INPUT_DTYPES)}: {', '.join(unknown)}")
@@ -31,7 +33,7 @@ def _check_dtypes(name: str, value: Any) -> list[str]:
 
 def _check_precision(name: str, value: Any) -> str:
     known = {"32": "fp32", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "16": "fp16"}
-    return check.make_choice_check("fp32", "bf16", "fp16")(
+    return argument_checks.make_choice_check("fp32", "bf16", "fp16")(
         name, known.get(str(value).removeprefix("torch."), value)
     )
 
@@ -48,15 +50,17 @@ class TorchParams(EstimatorParams):
     """Additional parameters of the PyTorch estimator."""
 
     model: Parameter[torch.nn.Module] = Parameter(
-        "A `torch.nn.Module`.", check.accept_any_value, default=None
+        "A `torch.nn.Module`.", argument_checks.accept_any_value, default=None
     )
     optimizer: Parameter[torch.optim.Optimizer] = Parameter(
-        "A torch optimizer over the model's parameters.", check.accept_any_value, default=None
+        "A torch optimizer over the model's parameters.",
+        argument_checks.accept_any_value,
+        default=None,
     )
     loss: Parameter[Callable[..., torch.Tensor] | Sequence[Callable[..., torch.Tensor]]] = (
         Parameter(
             "A loss of (output, label), or a list of one per label column.",
-            check.accept_any_value,
+            argument_checks.accept_any_value,
             default=None,
         )
     )
@@ -64,7 +68,7 @@ class TorchParams(EstimatorParams):
         "Instead of `loss`: a function that creates it, or a list of one per label column, called "
         "in every training process with those of `model`, `optimizer`, `rank` and `size` that it "
         "takes by name.",
-        check.check_callable_list,
+        argument_checks.check_callable_list,
         default=None,
     )
     loss_reduction: Parameter[str] = Parameter(
@@ -72,23 +76,25 @@ class TorchParams(EstimatorParams):
         'batches per step, train what one process trains: `"mean"` or `"sum"` over rows, or '
         '`"per_batch"`, a number of the batch as a whole. Without it, the loss is tried on parts '
         "of some rows and refused if it is no mean.",
-        check.make_choice_check(*LOSS_REDUCTIONS),
+        argument_checks.make_choice_check(*LOSS_REDUCTIONS),
         default=None,
     )
     metrics: Parameter[Sequence[Any]] = Parameter(
         "Functions of (output, label), averaged over rows, or metrics of torchmetrics; a list "
         "inside the list gives one per label.",
-        check.check_callable_list,
+        argument_checks.check_callable_list,
         default=[],
     )
     callbacks: Parameter[Sequence[Any]] = Parameter(
         "Called on every rank while the model trains: `farandole.spark.torch.callbacks.Callback`, "
         "or functions of a `TrainingState` for the end of epochs.",
-        check.check_value_list,
+        argument_checks.check_value_list,
         default=[],
     )
     input_shapes: Parameter[Sequence[Sequence[int]]] = Parameter(
-        "Shape of each input's tensor, -1 for its rows.", check.check_shape_list, default=None
+        "Shape of each input's tensor, -1 for its rows.",
+        argument_checks.check_shape_list,
+        default=None,
     )
     input_dtypes: Parameter[Sequence[str]] = Parameter(
         'Type of each input\'s tensor, such as `"int64"`; without it, `"float32"`.',
@@ -99,13 +105,13 @@ class TorchParams(EstimatorParams):
         "Trains on one batch, with Horovod's arguments: (model, optimizer, transform_outputs, "
         "loss_fn, inputs, labels, sample_weights, backward_passes_per_step, batch_idx); it may "
         "leave out the last ones. It returns (outputs, loss).",
-        check.check_callable_value,
+        argument_checks.check_callable_value,
         default=None,
     )
     data_module: Parameter[type] = Parameter(
         "A class that returns batches instead of the native reader, created with the arguments of "
         "Horovod's `DataModule`.",
-        check.accept_any_value,
+        argument_checks.accept_any_value,
         default=None,
     )
     precision: Parameter[str] = Parameter(
@@ -115,7 +121,7 @@ class TorchParams(EstimatorParams):
     )
     gradient_clip_norm: Parameter[float] = Parameter(
         "Largest norm of all gradients together, after averaging.",
-        check.check_positive_number,
+        argument_checks.check_positive_number,
         default=None,
     )
     lr_scheduler: Parameter[Any] = Parameter(
@@ -126,35 +132,43 @@ class TorchParams(EstimatorParams):
     )
     lr_scheduler_interval: Parameter[str] = Parameter(
         'Interval of its steps: `"epoch"` or `"step"`.',
-        check.make_choice_check("epoch", "step"),
+        argument_checks.make_choice_check("epoch", "step"),
         default="epoch",
     )
     early_stopping: Parameter[int | Mapping[str, Any]] = Parameter(
         "Epochs without an improvement after which the run ends, or a dict of `monitor`, "
         "`patience`, `min_delta` and `mode`.",
-        check.make_conversion_check(EarlyStopping.from_value),
+        argument_checks.make_conversion_check(EarlyStopping.from_value),
         default=None,
     )
     best_checkpoint: Parameter[str | Mapping[str, Any]] = Parameter(
         "Metric of the history that selects the best epoch, whose model is kept and returned "
         "instead of the last.",
-        check.make_conversion_check(Monitor.from_value),
+        argument_checks.make_conversion_check(MonitoredMetric.from_value),
         default=None,
     )
     checkpoint_every: Parameter[int] = Parameter(
-        "Interval in epochs at which a checkpoint is kept.", check.make_minimum_check(1), default=None
+        "Interval in epochs at which a checkpoint is kept.",
+        argument_checks.make_minimum_check(1),
+        default=None,
     )
     compile: Parameter[bool] = Parameter(
-        "Whether `torch.compile` compiles the model.", check.check_boolean_flag, default=False
+        "Whether `torch.compile` compiles the model.",
+        argument_checks.check_boolean_flag,
+        default=False,
     )
     deterministic: Parameter[bool] = Parameter(
-        "Whether equal seeds and sizes give equal bits.", check.check_boolean_flag, default=False
+        "Whether equal seeds and sizes give equal bits.",
+        argument_checks.check_boolean_flag,
+        default=False,
     )
     max_steps: Parameter[int] = Parameter(
-        "Steps of the optimizer after which the run ends.", check.make_minimum_check(1), default=None
+        "Steps of the optimizer after which the run ends.",
+        argument_checks.make_minimum_check(1),
+        default=None,
     )
     max_time: Parameter[float] = Parameter(
         "Seconds of training after which the run ends, within an epoch too.",
-        check.check_positive_number,
+        argument_checks.check_positive_number,
         default=None,
     )

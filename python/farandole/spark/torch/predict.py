@@ -38,9 +38,11 @@ class TorchPredictor(BatchPredictor):
 
     def load_model(self) -> torch.nn.Module:
         """Like `BatchPredictor.load_model`; the model is on the task's device."""
-        from farandole.spark.torch.saving import payload
+        from farandole.spark.torch.saving import state_bytes
 
-        return payload.unpickle_on_cpu(load_prestaged(self.model)).eval().to(self._task_device())
+        return (
+            state_bytes.unpickle_on_cpu(load_prestaged(self.model)).eval().to(self._task_device())
+        )
 
     def _task_device(self) -> str:
         """Returns the device of this task: the GPU that Spark assigned, or with `use_gpu` a
@@ -63,7 +65,7 @@ class TorchPredictor(BatchPredictor):
         """Like `BatchPredictor.create_inputs`; the inputs are tensors on the CPU."""
         import torch
 
-        from farandole.spark.common.data.reading import columns_from_sample_arrays
+        from farandole.spark.common.data.training_data import columns_from_sample_arrays
         from farandole.spark.torch.columns.tensors import create_torch_inputs, input_tensor
 
         del model
@@ -87,7 +89,7 @@ class TorchPredictor(BatchPredictor):
         """Like `BatchPredictor.call_model`."""
         import torch
 
-        from farandole.spark.torch.columns.tensors import describe_misfit, flat_outputs
+        from farandole.spark.torch.columns.tensors import describe_input_misfit, flat_outputs
 
         device = next((one.device for one in model.parameters()), torch.device("cpu"))
         inputs = [one.to(device) for one in self.create_inputs(columns, rows, model)]
@@ -96,6 +98,6 @@ class TorchPredictor(BatchPredictor):
                 value = model(*inputs) if self.function is None else self.function(model, *inputs)
             except Exception as error:  # noqa: BLE001 - told in a sentence, Spark adds the rest
                 names = [", ".join(group) for group in self.groups]
-                raise ValueError(describe_misfit(names, inputs, error)) from None
+                raise ValueError(describe_input_misfit(names, inputs, error)) from None
             found = flat_outputs(value, len(self.labels))
             return [output.float().cpu().numpy() for output in found]

@@ -20,38 +20,38 @@ import torch
 
 import farandole.torch as hvd
 from farandole.spark import task
-from farandole.spark.common.data.source import EpochPosition
+from farandole.spark.common.data.batch_source import EpochPosition
 from farandole.spark.common.runs.elastic_run import COMMIT_INTERVAL_STEPS, ElasticRun
 from farandole.spark.common.runs.stop_request import StopCheck
 from farandole.spark.common.show.epoch_reports import EpochReporter
 from farandole.spark.torch.callbacks import CallbackGroup, TrainingState
 from farandole.spark.torch.columns.loss_terms import mean_batch_loss
 from farandole.spark.torch.columns.losses import construct_losses
-from farandole.spark.torch.saving import payload
+from farandole.spark.torch.saving import state_bytes
+from farandole.spark.torch.training.batch_evaluator import BatchEvaluator, UserMinibatchFunction
 from farandole.spark.torch.training.batch_norm import (
     average_moving_statistics,
     min_batch_rows_for_norms,
 )
-from farandole.spark.torch.training.batches import BatchEvaluator, UserMinibatchFunction
 from farandole.spark.torch.training.checkpoints import RunCheckpoints
 from farandole.spark.torch.training.elastic import TorchRunProgress
 from farandole.spark.torch.training.finite_loss import FiniteLossCheck
-from farandole.spark.torch.training.scores import ScoreSums
-from farandole.spark.torch.training.setup import (
+from farandole.spark.torch.training.optimizer_stepper import OptimizerStepper, gradient_operation
+from farandole.spark.torch.training.process_setup import (
     choose_rank_device,
     create_sources,
     move_loss_to_device,
     prepare_process,
 )
+from farandole.spark.torch.training.scores import ScoreSums
 from farandole.spark.torch.training.step_counts import batches_with_step_counts
-from farandole.spark.torch.training.steps import OptimizerStepper, gradient_operation
 
 if TYPE_CHECKING:
-    from farandole.spark.common.data.source import PaddedRankBatch
+    from farandole.spark.common.data.batch_source import PaddedRankBatch
     from farandole.spark.torch.columns.loss_terms import LossTerm
     from farandole.spark.torch.job import TorchTrainingJob, TorchTrainingResult, TorchUserObjects
-    from farandole.spark.torch.training.batches import ScoredBatch
-    from farandole.spark.torch.training.setup import BatchedSource
+    from farandole.spark.torch.training.batch_evaluator import ScoredBatch
+    from farandole.spark.torch.training.process_setup import BatchedSource
     from farandole.spark.torch.training.step_counts import StepLossDivisors
 
 
@@ -80,7 +80,7 @@ class _TorchTrainer:
         self.size, self.rank = hvd.size(), hvd.rank()
         prepare_process(job.loop, self.rank)
         self.device = choose_rank_device(job.loop.use_gpu)
-        self.objects: TorchUserObjects = payload.unpickle_on_cpu(job.objects)
+        self.objects: TorchUserObjects = state_bytes.unpickle_on_cpu(job.objects)
         objects = self.objects
         self.model: torch.nn.Module = objects.model.to(self.device)
         self.history: list[dict[str, Any]] = []
@@ -131,7 +131,7 @@ class _TorchTrainer:
 
     def _train_in_world(self) -> None:
         """Trains from the progress so far to the end, in one world."""
-        self._enter_world()
+        self._restore_progress_in_world()
         train_source, val_source, module = create_sources(
             self.job,
             self.objects.transformation,
@@ -148,7 +148,7 @@ class _TorchTrainer:
                 self._run_epoch(epoch, train_source, val_source)
         self.callbacks.call_callbacks("on_train_end")
 
-    def _enter_world(self) -> None:
+    def _restore_progress_in_world(self) -> None:
         """Loads the progress so far into this process, in a world that may differ from the one
         before.
         """
@@ -274,7 +274,7 @@ class _TorchTrainer:
         meter = self.stepper.meter
         meter.begin_epoch()
         counted = batches_with_step_counts(
-            source.epoch(epoch, steps),
+            source.iterate_epoch_batches(epoch, steps),
             source,
             self.batches.counter,
             self.size,
@@ -293,7 +293,7 @@ class _TorchTrainer:
             meter.end_batch(rows.valid)
             if self._should_end_after_step():
                 break
-            if self.rank == 0 and self.reporter.is_step_due():
+            if self.rank == 0 and self.reporter.is_step_report_due():
                 trained = self._trained_row_count(source, source.position_after_steps(epoch, step))
                 speed = trained / max(begun.seconds + time.monotonic() - started, 1e-9)
                 self.reporter.report_step(epoch, step, steps, speed, scores.mean_loss())
@@ -348,7 +348,9 @@ class _TorchTrainer:
         self.model.eval()
         scores = ScoreSums(self.objects.metrics, self.job.labels)
         with torch.no_grad(), self.stepper.autocast_context():
-            for rows in source.epoch(epoch, self.job.data.val_steps or source.steps):
+            for rows in source.iterate_epoch_batches(
+                epoch, self.job.data.val_steps or source.steps
+            ):
                 if rows.valid:
                     scores.add_batch(*self.batches.forward_with_losses(rows), rows.valid)
         return scores.global_scores()
@@ -359,7 +361,9 @@ class _TorchTrainer:
         """
         if self.end_reason is not None or self._has_max_steps():
             return True
-        if self.loop.early_stopping is not None and self.loop.early_stopping.is_over(self.history):
+        if self.loop.early_stopping is not None and self.loop.early_stopping.is_patience_exhausted(
+            self.history
+        ):
             return True
         if self.history and self.halt.should_stop_after_epoch(self.rank):
             return True
@@ -402,7 +406,7 @@ class _TorchTrainer:
 
     def _checkpoint_state(self) -> dict[str, Any]:
         rate_rows = self.elastic_run.reached.rate_rows
-        optimizer = payload.single_process_optimizer_state(
+        optimizer = state_bytes.single_process_optimizer_state(
             self.optimizer, self._rate_factor(rate_rows)
         )
         return {

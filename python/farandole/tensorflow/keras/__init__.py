@@ -15,9 +15,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from farandole._keras import Settings, distribute_optimizer
-from farandole._keras import values as _values
-from farandole._keras.surface import (
+from farandole._keras import GradientReductionSettings, distribute_optimizer
+from farandole._keras import value_collectives as _values
+from farandole._keras.shared_functions import (
     allgather,
     broadcast,
     broadcast_global_variables,
@@ -46,15 +46,15 @@ from farandole.common.basics import (
     shutdown,
     size,
 )
+from farandole.common.gradient_grouping import resolve_groups_argument
 from farandole.common.process_sets import (
     ProcessSet,
     add_process_set,
     global_process_set,
     remove_process_set,
 )
-from farandole.common.reduction import resolve_groups_argument
 from farandole.common.timeline import start_timeline, stop_timeline
-from farandole.common.util import Average, Sum, resolve_op_argument, is_version_greater_equal_than
+from farandole.common.util import Average, Sum, is_version_greater_equal_than, resolve_op_argument
 from farandole.tensorflow.compression import Compression
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     Raises:
         ValueError: If arguments contradict each other.
     """
-    settings = Settings(
+    settings = GradientReductionSettings(
         name,
         device_dense,
         device_sparse,

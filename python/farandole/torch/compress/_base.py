@@ -178,7 +178,9 @@ class VectorCompressor(Compressor):
         return residual
 
 
-def _flatten_and_pad_gradients(gradients: NamedGradients, multiple: int) -> tuple[torch.Tensor, list[int]]:
+def _flatten_and_pad_gradients(
+    gradients: NamedGradients, multiple: int
+) -> tuple[torch.Tensor, list[int]]:
     """Returns all gradients end to end as float32, padded by zeros to a multiple, and where each
     begins.
     """

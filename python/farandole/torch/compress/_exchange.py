@@ -13,8 +13,8 @@ from farandole._native import engine
 from farandole.common import basics
 from farandole.common.handles import member_ranks, process_set_number
 from farandole.common.util import Sum, engine_op_number
-from farandole.torch._device import gpu_and_stream_of
-from farandole.torch._handles import ENGINE_DTYPES, wrap_collected_rows, table, to_engine_tensor
+from farandole.torch._gpu_tensors import gpu_and_stream_of
+from farandole.torch._handles import ENGINE_DTYPES, table, to_engine_tensor, wrap_collected_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -27,8 +27,8 @@ Example:
 import torch.distributed as dist
 
 from farandole.torch.distributed._backend import FarandoleBackend
-from farandole.torch.distributed._create import create_backend
 from farandole.torch.distributed._fault_tolerant import FaultTolerantDataParallel
+from farandole.torch.distributed._group_creation import create_backend
 from farandole.torch.distributed._rendezvous import register_rendezvous
 
 __all__ = ["FarandoleBackend", "FaultTolerantDataParallel"]

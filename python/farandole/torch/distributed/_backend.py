@@ -11,10 +11,14 @@ from typing import TYPE_CHECKING, Any, Final
 from farandole._native import engine
 from farandole.common import basics
 from farandole.torch._handles import ENGINE_DTYPES
-from farandole.torch.distributed._barriers import BarrierMarkScope, BarrierWork, run_monitored_barrier
+from farandole.torch.distributed._barriers import (
+    BarrierMarkScope,
+    BarrierWork,
+    run_monitored_barrier,
+)
 from farandole.torch.distributed._groups import (
-    current_world_store,
     count_and_name_group,
+    current_world_store,
     start_opening_member_set,
 )
 from farandole.torch.distributed._point_to_point import PointToPoint
@@ -136,7 +140,7 @@ class FarandoleBackend(ReductionOperations):
             address,
             address,
             root,
-            self._set,
+            self._member_set_number,
             not opts.asyncOp,
         )
 
@@ -179,7 +183,7 @@ class FarandoleBackend(ReductionOperations):
                 ENGINE_DTYPES[part.dtype],
                 part.shape,
                 part.data_ptr(),
-                self._set,
+                self._member_set_number,
                 not opts.asyncOp,
             )
             submission: tuple[Any, ...] = (engine.allgather, name, *described)
@@ -188,7 +192,7 @@ class FarandoleBackend(ReductionOperations):
                 (f"{name}_{i}of{len(data)}", ENGINE_DTYPES[part.dtype], part.shape, part.data_ptr())
                 for i, part in enumerate(data, start=1)
             ]
-            submission = (engine.grouped_allgather, members, self._set)
+            submission = (engine.grouped_allgather, members, self._member_set_number)
 
         def finish_allgather(outcomes: list[Any]) -> None:
             for targets, part, outcome in zip(outputs, data, outcomes, strict=True):
@@ -280,7 +284,7 @@ class FarandoleBackend(ReductionOperations):
             data.shape,
             data.data_ptr(),
             sends,
-            self._set,
+            self._member_set_number,
             not opts.asyncOp,
         )
         submission = (engine.alltoall, name, *described)
@@ -303,7 +307,9 @@ class FarandoleBackend(ReductionOperations):
     def barrier(self, opts: Any) -> BarrierWork:
         """Returns when every member has called it."""
         timeout = opts.timeout if opts.timeout > _UNSET_TIMEOUT else self._limit
-        pending = PendingOperation((engine.barrier, self._next_name(), self._set), None, _ignore)
+        pending = PendingOperation(
+            (engine.barrier, self._next_name(), self._member_set_number), None, _discard_outcomes
+        )
         return self._note_work(
             BarrierWork(
                 pending,
@@ -355,7 +361,7 @@ class FarandoleBackend(ReductionOperations):
         return self._note_work(self._point_to_point.receive_from_any(tensor, tag, self._limit))
 
 
-def _ignore(_: list[Any]) -> None:
+def _discard_outcomes(_: list[Any]) -> None:
     """Stores no result."""
 
 

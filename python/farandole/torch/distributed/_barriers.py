@@ -108,7 +108,9 @@ class BarrierWork(FarandoleWork):
         )
 
 
-def run_monitored_barrier(scope: BarrierMarkScope, timeout: timedelta, wait_all_ranks: bool) -> None:
+def run_monitored_barrier(
+    scope: BarrierMarkScope, timeout: timedelta, wait_all_ranks: bool
+) -> None:
     """Returns when all members have called it.
 
     Rank 0 of the group collects the marks of all members and publishes its verdict.

@@ -13,7 +13,7 @@ from torch.distributed.debug._frontend import (
     DebugHandler,
     NavLink,
     Route,
-    fetch_all_columns,
+    fetch_all,
     format_fetch_summary,
 )
 
@@ -59,7 +59,7 @@ class RanksHandler(DebugHandler):
 
     def dump(self) -> str | None:
         """Returns the answers of all ranks, one on each line."""
-        _, answers = fetch_all_columns(ENDPOINT_NAME, timeout=self.fetch_timeout)
+        _, answers = fetch_all(ENDPOINT_NAME, timeout=self.fetch_timeout)
         return "\n".join(answer.text for answer in answers)
 
     def dump_filename(self) -> str:
@@ -67,7 +67,7 @@ class RanksHandler(DebugHandler):
         return ENDPOINT_NAME
 
     def _render_page(self, request: Any) -> bytes:
-        addresses, answers = fetch_all_columns(ENDPOINT_NAME, timeout=self.fetch_timeout)
+        addresses, answers = fetch_all(ENDPOINT_NAME, timeout=self.fetch_timeout)
         rows = [
             _table_row(json.loads(answer.text))
             for answer in answers

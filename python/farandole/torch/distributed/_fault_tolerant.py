@@ -4,8 +4,8 @@
 
 A communication hook starts the reduction of each bucket at once, into separate memory. At the end
 of the backward pass, before DDP takes the results, a callback waits for all of them. If a rank is
-lost, the callback brings this rank into the next world, as `farandole.torch._tolerant` describes,
-and reduces the same gradients again.
+lost, the callback brings this rank into the next world, as `farandole.torch._fault_tolerance`
+describes, and reduces the same gradients again.
 
 The backward pass may have ended on some ranks and failed on others. In `DistributedOptimizer`, the
 ranks that failed take the parameters of the ranks that finished, and skip their step. Here, each
@@ -45,15 +45,15 @@ from torch.nn.parallel import DistributedDataParallel
 from farandole._native import engine
 from farandole.common import basics
 from farandole.common.exceptions import FarandoleInternalError, FarandoleUsageError
-from farandole.common.notices import install_notice_handlers, is_elastic
+from farandole.common.termination_notices import install_notice_handlers, is_elastic_worker
 from farandole.common.util import Average
-from farandole.torch._device import gpu_and_stream_of
+from farandole.torch._fault_tolerance import FaultTolerance, claim_sole_fault_tolerant_owner
+from farandole.torch._gpu_tensors import gpu_and_stream_of
 from farandole.torch._handles import ENGINE_DTYPES, table, to_engine_tensor
 from farandole.torch._reduce import TensorReduction
 from farandole.torch._state_comparison import describe_named_tensor, split_equal_tensors
 from farandole.torch._state_transfer import TransferRoles, transfer_tensors
-from farandole.torch._tolerant import FaultTolerance, claim_sole_fault_tolerant_owner
-from farandole.torch.distributed._reconfigure import ReconfigurableGroup
+from farandole.torch.distributed._reconfigurable_groups import ReconfigurableGroup
 from farandole.torch.distributed._work import CompletedWork
 from farandole.torch.sync_batch_norm import SyncBatchNorm
 
@@ -136,8 +136,12 @@ class FaultTolerantDataParallel(DistributedDataParallel):
             for name, parameter in module.named_parameters()
             if parameter.requires_grad and name not in self.parameters_to_ignore
         }
-        self._tolerance = _GradientFaultTolerance(optimizer, is_elastic(), other_tensors, names)
-        self.register_comm_hook(_FaultTolerantHookState(self._tolerance, names), _communication_hook)
+        self._tolerance = _GradientFaultTolerance(
+            optimizer, is_elastic_worker(), other_tensors, names
+        )
+        self.register_comm_hook(
+            _FaultTolerantHookState(self._tolerance, names), _communication_hook
+        )
         install_notice_handlers()
         self._tolerance.agree_with_new_world()
 
@@ -317,7 +321,11 @@ class _BucketReduction:
             FarandoleInternalError: When the world is broken already.
         """
         size, dtype = self._wire.element_size(), ENGINE_DTYPES[self._wire.dtype]
-        arguments = (*TensorReduction(Average).engine_arguments, False, gpu_and_stream_of(self._wire))
+        arguments = (
+            *TensorReduction(Average).engine_arguments,
+            False,
+            gpu_and_stream_of(self._wire),
+        )
         source, target = self._wire.data_ptr(), self.memory.data_ptr()
         for name, start, count in self._parts[len(self._handles) :]:
             addresses = source + start * size, target + start * size

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from farandole._native import engine
 from farandole.common import basics
-from farandole.common.notices import is_elastic
-from farandole.numpy.plain import broadcast_plain
+from farandole.common.termination_notices import is_elastic_worker
+from farandole.numpy.plain_value_exchange import broadcast_plain
 from farandole.torch.distributed._work import OperationTimeoutError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class WorldStore:
         """Returns the value of a key, which must have one."""
         return self._store.get(self._full_key(key)).decode()
 
-    def claim(self, key: str, value: str) -> bool:
+    def set_if_absent(self, key: str, value: str) -> bool:
         """Sets a key if it has no value; returns whether this call has set it."""
         held = self._store.compare_set(self._full_key(key), "", value)
         return (held.decode() if isinstance(held, bytes) else held) == value
@@ -195,7 +195,7 @@ def ensure_session_started() -> None:
         basics.init(process_sets="dynamic")
 
 
-def enter_world(store: Any, name: str | None = None) -> WorldStore:
+def set_world_store(store: Any, name: str | None = None) -> WorldStore:
     """Sets the store through which the members of groups find each other. Every rank of the world
     calls it.
 
@@ -204,7 +204,7 @@ def enter_world(store: Any, name: str | None = None) -> WorldStore:
         name: A name that no other world with this store has; by default, the ranks agree on one.
     """
     global _world_store, _world_name  # noqa: PLW0603 - one world a process
-    if name is None and is_elastic():
+    if name is None and is_elastic_worker():
         # No collective: a rank that is lost meanwhile would end new ranks with an error.
         name = f"generation{engine.world().generation}"
     if name is None and basics.size() > 1:

@@ -72,7 +72,7 @@ class GroupOperations(Backend):
         `None` if the order of the group is ascending, too."""
 
     @property
-    def _set(self) -> int:
+    def _member_set_number(self) -> int:
         """The number of the process set; waits for its members."""
         assert self._opening is not None  # noqa: S101 - a group without a world has refused before
         return self._opening.wait_for_number()

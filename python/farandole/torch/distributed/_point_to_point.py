@@ -135,7 +135,7 @@ class PointToPoint:
         """
         self._check_message("send", destination, tag)
         data = _to_bytes(tensor)
-        pending = PendingOperation(None, data, _ignore)
+        pending = PendingOperation(None, data, _discard_outcomes)
         with self._lock:
             number = next(self._sent[destination, tag])
         self._submit_when_linked(
@@ -251,7 +251,7 @@ class PointToPoint:
 
         def submit_message(opened: int | Exception) -> None:
             if isinstance(opened, Exception):
-                pending.fail(opened)
+                pending.fail_deferred(opened)
                 return
             address = data.data_ptr()
             pending.submit(
@@ -324,7 +324,7 @@ class PointToPoint:
             work.source = source
             self._start_receive(pending, data, source, tag, number, timeout)
         except Exception as error:  # noqa: BLE001 - raised by the waiter
-            pending.fail(error)
+            pending.fail_deferred(error)
 
 
 class UnreceivedSends:
@@ -394,8 +394,10 @@ class UnreceivedSends:
         if store is None:
             return
         requests = self._open_requests[destination]
-        while store.contains(self._key(destination)):
-            requests[self._next_request[destination]] = int(store.get(self._key(destination)))
+        while store.contains(self._next_request_key(destination)):
+            requests[self._next_request[destination]] = int(
+                store.get(self._next_request_key(destination))
+            )
             self._next_request[destination] += 1
         for send in waiting:
             if send.destination != destination or time.monotonic() - send.pending.began < (
@@ -405,15 +407,15 @@ class UnreceivedSends:
             for request in [one for one, tag in requests.items() if tag == send.tag]:
                 del requests[request]
                 key = f"{self._messages.receive_request_key(destination, request)}/sender"
-                if store.claim(key, f"{rank} {send.number}"):
+                if store.set_if_absent(key, f"{rank} {send.number}"):
                     send.claimed = True
                     break
 
-    def _key(self, destination: int) -> str:
+    def _next_request_key(self, destination: int) -> str:
         return self._messages.receive_request_key(destination, self._next_request[destination])
 
 
-def _ignore(_: list[Any]) -> None:
+def _discard_outcomes(_: list[Any]) -> None:
     """Stores no result."""
 
 

@@ -88,7 +88,7 @@ class ReductionOperations(GroupOperations):
             with torch.no_grad():  # a detached tensor would get indices of its own
                 tensor.copy_(total.coalesce())
 
-        submission = (engine.grouped_allgather, members, self._set)
+        submission = (engine.grouped_allgather, members, self._member_set_number)
         return self._submit_work(submission, parts, finish_sparse_sum, tensors)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> Any:
@@ -118,7 +118,7 @@ class ReductionOperations(GroupOperations):
                 if part.data_ptr() != tensor.data_ptr():
                     copy_into(tensor, part)
 
-        submission = (engine.grouped_allreduce, members, op, 1.0, 1.0, self._set)
+        submission = (engine.grouped_allreduce, members, op, 1.0, 1.0, self._member_set_number)
         return self._submit_work(submission, data, finish_allreduce, tensors)
 
     def reduce(self, tensors: Tensors, opts: Any) -> Any:
@@ -149,7 +149,7 @@ class ReductionOperations(GroupOperations):
             op,
             1.0,
             1.0,
-            self._set,
+            self._member_set_number,
             not opts.asyncOp,
         )
         return self._submit_work(
@@ -171,7 +171,7 @@ class ReductionOperations(GroupOperations):
             ENGINE_DTYPES[data.dtype],
             data.shape,
             data.data_ptr(),
-            self._set,
+            self._member_set_number,
             False,
         )
 
@@ -233,7 +233,7 @@ class ReductionOperations(GroupOperations):
                 copy_into(output, result)
 
         op = engine_reduction(opts.reduceOp)
-        submission = (engine.grouped_reducescatter, members, op, 1.0, 1.0, self._set)
+        submission = (engine.grouped_reducescatter, members, op, 1.0, 1.0, self._member_set_number)
         return self._submit_work(submission, (data, results), finish_reduce_scatter, outputs)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -266,7 +266,7 @@ class ReductionOperations(GroupOperations):
             op,
             1.0,
             1.0,
-            self._set,
+            self._member_set_number,
             not opts.asyncOp,
         )
         return self._submit_work(
@@ -287,7 +287,7 @@ class ReductionOperations(GroupOperations):
             op,
             1.0,
             1.0,
-            self._set,
+            self._member_set_number,
             False,
         )
         return self._submit_work(

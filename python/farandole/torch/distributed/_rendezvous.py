@@ -22,8 +22,8 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 from farandole import _variables as variables
 from farandole._native import engine
 from farandole.common import basics
-from farandole.common.notices import is_elastic
-from farandole.numpy.plain import broadcast_plain
+from farandole.common.termination_notices import is_elastic_worker
+from farandole.numpy.plain_value_exchange import broadcast_plain
 from farandole.torch.distributed._groups import ensure_session_started
 from farandole.torch.distributed._store import RegistrarStore
 
@@ -75,7 +75,7 @@ def _matches_launched_world(url: str) -> bool:
         )
         for name, own in (("rank", "RANK"), ("world_size", "SIZE"))
     ]
-    if is_elastic() and not any(one or own for one, own in pairs):
+    if is_elastic_worker() and not any(one or own for one, own in pairs):
         return True  # a worker of an elastic job has a rank only in a world
     return all(one is not None and one == own for one, own in pairs)
 
@@ -84,7 +84,7 @@ def _create_store(timeout: timedelta) -> Store:
     """Returns an empty store of all ranks, with a name that no earlier store had."""
     if basics.size() == 1:
         return HashStore()
-    if is_elastic():
+    if is_elastic_worker():
         # No collective: a rank that is lost meanwhile would end new ranks with an error.
         name = f"{engine.world().generation}.{len(_stores)}"
     else:

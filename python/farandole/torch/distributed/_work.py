@@ -40,7 +40,7 @@ class PendingOperation:
 
     Args:
         submission: A function of the engine, and its arguments. With `None`, the operation is
-            submitted later, by `submit` or `fail`.
+            submitted later, by `submit` or `fail_deferred`.
         keep: Owners of the memory that the engine uses.
         finish: Stores the results; called with the outcomes of the members.
     """
@@ -72,11 +72,11 @@ class PendingOperation:
         try:
             self._start(submission, keep, finish)
         except Exception as error:  # noqa: BLE001 - raised by the waiter
-            self.fail(error)
+            self.fail_deferred(error)
         else:
             submitted.set()
 
-    def fail(self, error: Exception) -> None:
+    def fail_deferred(self, error: Exception) -> None:
         """Ends a deferred operation that cannot be submitted."""
         assert self._deferred is not None  # noqa: S101 - as above
         self.error = error
@@ -136,8 +136,8 @@ def set_operation_watch(*, on: bool = True) -> None:
 
 
 def watched_operations() -> list[dict[str, Any]]:
-    """Returns the operations that were started since `set_operation_watch` and are not over: names and
-    ages in seconds.
+    """Returns the operations that were started since `set_operation_watch` and are not over: names
+    and ages in seconds.
     """
     now = time.monotonic()
     found = [

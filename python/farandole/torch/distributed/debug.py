@@ -39,7 +39,7 @@ import torch.distributed as dist
 from farandole._native import engine
 from farandole.common import basics
 from farandole.common.util import env
-from farandole.numpy.plain import broadcast_plain
+from farandole.numpy.plain_value_exchange import broadcast_plain
 from farandole.torch.distributed import _work
 
 if TYPE_CHECKING:

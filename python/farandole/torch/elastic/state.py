@@ -13,8 +13,8 @@ import torch
 from farandole.common import basics
 from farandole.common.commits import refuse_unstorable_values
 from farandole.common.elastic import ObjectState
-from farandole.torch.elastic.copies import BackgroundCopyBatch, copy_state
 from farandole.torch.elastic.sampler import ElasticSampler
+from farandole.torch.elastic.state_copies import BackgroundCopyBatch, copy_state
 from farandole.torch.functions import (
     broadcast_object,
     broadcast_optimizer_state,

@@ -25,11 +25,11 @@ use std::ops::Range;
 
 use farandole_kernels::{BlockReducer, GatherList};
 
-use super::super::chunks::UNIT_BYTES;
-use super::super::hierarchy::{arrived_bytes, reduce_host_blocks};
-use super::super::hosts::MembersByHost;
+use super::super::chunk_sizes::UNIT_BYTES;
+use super::super::hierarchy_allreduce::{arrived_bytes, reduce_host_blocks};
+use super::super::members_by_host::MembersByHost;
 use super::super::message::MessageProgress;
-use super::super::peers::{CollectiveJob, PeerLinks, PollProgress};
+use super::super::peer_links::{CollectiveJob, PeerLinks, PollProgress};
 use super::{REDUCESCATTER_PIECE_BYTES, member_part};
 use crate::{AllreduceAlgorithm, CrossoverTable, Result, TensorSegment};
 
@@ -72,7 +72,7 @@ pub(in super::super) struct HostReducescatterJob {
 
 /// Returns whether this algorithm is faster, decided as for an allreduce of as many bytes. The
 /// answer is the same on all members.
-pub(in super::super) fn is_worthwhile(
+pub(in super::super) fn is_joining_hosts_faster(
     peers: &PeerLinks,
     crossover: &CrossoverTable,
     reducer: &BlockReducer,

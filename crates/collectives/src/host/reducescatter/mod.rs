@@ -23,7 +23,7 @@ use farandole_kernels::{BlockReducer, GatherList};
 use farandole_transport::{Link, PACKET_PAYLOAD_BYTES};
 
 use super::message::MessageProgress;
-use super::peers::{
+use super::peer_links::{
     CollectiveJob, PeerLinks, PollProgress, reduce_in_member_order, whole_unit_bytes,
     with_incoming_windows,
 };
@@ -103,7 +103,7 @@ impl ReducescatterJob {
         if wire == 0 {
             return Ok(false);
         }
-        let (start, payload) = (self.incoming.moved_bytes(), self.incoming.payload_bytes(wire));
+        let (start, payload) = (self.incoming.moved_bytes(), self.incoming.unpadded_bytes_of(wire));
         let PeerLinks { links, scratch, member, .. } = peers;
         scratch.result.resize(scratch.result.len().max(REDUCESCATTER_BLOCK_BYTES), 0);
         let Self { reducer, own, output, .. } = &*self;

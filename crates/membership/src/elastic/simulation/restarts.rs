@@ -8,8 +8,10 @@ use std::time::Duration;
 use farandole_world::TaskId;
 
 use super::{ElasticSimulation, SimulatedElasticEvent};
-use crate::decisions::{AgentPresence, MembershipDecision, MembershipInput, RegistrationRefusal};
 use crate::elastic::{ElasticMembership, ElasticStepInput, JournalStep, WorkerStage};
+use crate::inputs_and_decisions::{
+    AgentPresence, MembershipDecision, MembershipInput, RegistrationRefusal,
+};
 
 /// A state, and the steps after it.
 pub(super) struct SimulatedJournal {

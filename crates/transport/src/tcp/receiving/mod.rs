@@ -126,7 +126,7 @@ impl RecordReceiver {
         };
         if record.arrived == record.length && self.staged.len() >= RECORD_TAG_BYTES {
             self.record = None;
-            return self.open_record(record, space);
+            return self.decrypt_record_payload(record, space);
         }
         self.record = None;
         let step = self.read_from_socket(socket, Some(&mut record), space, seen);
@@ -170,7 +170,7 @@ impl RecordReceiver {
     }
 
     /// Decrypts a record that has arrived completely.
-    fn open_record(&mut self, record: PartialRecord, space: &mut [u8]) -> ReceiveStep {
+    fn decrypt_record_payload(&mut self, record: PartialRecord, space: &mut [u8]) -> ReceiveStep {
         let place = if record.aside {
             &mut self.aside[..record.length]
         } else {

@@ -13,7 +13,7 @@ use std::net::{IpAddr, TcpStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use farandole_transport::contract::{
+use farandole_transport::link_contract::{
     DivertingRendezvous, TEST_WAIT_LIMIT, open_link_pair, rank_zero_address,
 };
 use farandole_transport::{Error, Link, MemoryRendezvous, Mesh, MeshOptions, into_frame_halves};
@@ -293,7 +293,7 @@ fn data_on_the_network_reveals_nothing() {
     let limit = Instant::now() + TEST_WAIT_LIMIT;
     let frame = loop {
         sender.flush().unwrap();
-        if let Some(frame) = heard.try_receive().unwrap() {
+        if let Some(frame) = heard.try_receive_frame().unwrap() {
             break frame;
         }
         assert!(Instant::now() < limit);

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::{self, JoinHandle};
 
-use farandole_transport::contract::TEST_WAIT_LIMIT;
+use farandole_transport::link_contract::TEST_WAIT_LIMIT;
 
 /// Bytes of a handshake, from the dialer and from the acceptor.
 pub(crate) const HANDSHAKE: [usize; 2] = [144 + 32, 110 + 34];

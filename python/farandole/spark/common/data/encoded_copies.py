@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from farandole.data.columns import ColumnRoles
 from farandole.data.encoding import ColumnEncoding
+from farandole.data.encoding_learning import EncodingSpec, needs_encoding
 from farandole.data.inputs.sources import open_source
-from farandole.data.learning import EncodingSpec, needs_encoding
-from farandole.data.prepare import prepare_source, native_writer_spec
-from farandole.spark.common.data.existing_data import is_prepared
+from farandole.data.prepare import native_writer_spec, prepare_source
+from farandole.spark.common.data.existing_data import is_prepared_by_farandole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,7 +56,7 @@ def hold_encoded_data(
     if not needs_encoding(unmet_spec, roles.stored_columns, found.columns):
         yield found
         return
-    if is_prepared(where.train):
+    if is_prepared_by_farandole(where.train):
         raise ValueError(
             f"the data at {where.train} was prepared without the requested categories, fill "
             "values or __missing "
@@ -65,7 +65,9 @@ def hold_encoded_data(
     sides = ColumnRoles(roles.features, roles.labels, roles.weight)
     with contextlib.ExitStack() as held:
 
-        def prepare_encoded_side(paths: str | list[str] | TableSnapshot, side_spec: EncodingSpec) -> Prepared:
+        def prepare_encoded_side(
+            paths: str | list[str] | TableSnapshot, side_spec: EncodingSpec
+        ) -> Prepared:
             spec = native_writer_spec(sides, 0, dict(side_spec.fill), allow_nan=allow_nan)
             rows = open_source(paths, format="parquet", types=where.types or None)
             return held.enter_context(prepare_source(rows, store, sides, spec, "fit", side_spec))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from farandole._native import prepare as native
 from farandole._native.store import Store as NativeStore
 from farandole.data.datasets import is_directory_path
-from farandole.data.inputs.tables import find_table, is_table, open_table
+from farandole.data.inputs.tables import is_table, open_if_table, open_table
 from farandole.data.loader_arguments import native_reader_types
 from farandole.stores.lease_files import LeaseFile
 
@@ -93,7 +93,7 @@ def _resolve_row_location(name: str, rows: Any) -> str | list[str] | TableSnapsh
     if is_table(rows):
         return open_table(rows)
     texts = _path_texts(name, rows)
-    return find_table(texts) or texts
+    return open_if_table(texts) or texts
 
 
 def _path_texts(name: str, paths: Any) -> str | list[str]:
@@ -122,7 +122,7 @@ def hold_prepared_data_leases(where: ExistingDataPaths) -> Iterator[None]:
     """
     with contextlib.ExitStack() as held:
         for paths in (where.train, where.val):
-            if isinstance(paths, str) and is_prepared(paths):
+            if isinstance(paths, str) and is_prepared_by_farandole(paths):
                 try:
                     file_name = NativeStore(paths).mark_in_use()
                 except PermissionError:  # the data is read-only
@@ -136,7 +136,7 @@ def hold_prepared_data_leases(where: ExistingDataPaths) -> Iterator[None]:
         yield
 
 
-def is_prepared(paths: str | list[str] | TableSnapshot) -> bool:
+def is_prepared_by_farandole(paths: str | list[str] | TableSnapshot) -> bool:
     """Returns whether Farandole prepared the rows.
 
     Args:

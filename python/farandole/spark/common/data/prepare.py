@@ -29,31 +29,36 @@ from weakref import WeakValueDictionary
 from farandole._native import prepare as native
 from farandole._native.store import Store as NativeStore
 from farandole.data import prepared_directories
-from farandole.data.arrow import pa
-from farandole.data.batch_counters import accumulate_on_executors, alias_columns_by_number
 from farandole.data.columns import ColumnRoles, check_columns_present
-from farandole.data.datasets import write_dataset_link, open_dataset
+from farandole.data.datasets import open_dataset, write_dataset_link
 from farandole.data.encoding import ColumnEncoding, columns_of_features
-from farandole.data.learning import EncodingSpec, learn_encoding, needs_encoding, read_encoding
+from farandole.data.encoding_learning import (
+    EncodingSpec,
+    learn_encoding,
+    needs_encoding,
+    read_encoding,
+)
+from farandole.data.lazy_pyarrow import pa
 from farandole.data.prepare import PreparedData as Prepared
 from farandole.data.prepare import (
+    native_writer_spec,
+    prepared_columns,
     prepared_data_key,
     read_prepared_manifests,
-    prepared_columns,
     write_prepared_data,
-    native_writer_spec,
 )
-from farandole.spark.common.data import plan
+from farandole.data.statistics_passes import accumulate_on_executors, alias_columns_by_number
+from farandole.spark.common.data import plan_fingerprints
 from farandole.spark.common.data.existing_data import ExistingDataPaths
-from farandole.spark.job.session import SparkSessionAdapter
+from farandole.spark.job.session_adapter import SparkSessionAdapter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pyspark.sql import DataFrame
 
-    from farandole.data.learning import EncodingLearner
-    from farandole.data.splits import ValidationSplit
+    from farandole.data.encoding_learning import EncodingLearner
+    from farandole.data.validation_splits import ValidationSplit
     from farandole.stores.store import AbstractFilesystemStore
 
 _PARTITION_RESULT_SCHEMA = "partition int, error string, is_store_error boolean, part binary"
@@ -104,7 +109,9 @@ def clear_training_cache() -> None:
     Data that was prepared from files is still found, by the keys in the store.
     """
     with _PREPARED_DATA_CACHE.lock:
-        _release_cached_entries([entry for entry in _PREPARED_DATA_CACHE.entries if not entry.users])
+        _release_cached_entries(
+            [entry for entry in _PREPARED_DATA_CACHE.entries if not entry.users]
+        )
 
 
 @contextlib.contextmanager
@@ -167,12 +174,14 @@ def prepare_data(
         schema = _arrow_schema(df.schema, names)
         learn = partial(_learn_encoding_on_executors, merged, names, schema, roles, encoding_spec)
         learn_and_write = partial(learn_and_write, learn=learn, wanted=roles.source_columns_to_read)
-    plan_text = plan.portable_plan_text(chosen)
+    plan_text = plan_fingerprints.portable_plan_text(chosen)
     if plan_text is not None:
         key = prepared_data_key("fit", encoding_spec, plan_text, options)
         with _preparation_lock(f"{store.prefix_path}\n{key}"):
             validates = options["validation"] is not None
-            directory = prepared_directories.hold_complete_directory(store, key, validates=validates)
+            directory = prepared_directories.hold_complete_directory(
+                store, key, validates=validates
+            )
             prepared = (
                 learn_and_write(key)
                 if directory is None
@@ -181,7 +190,7 @@ def prepare_data(
         with prepared:
             yield prepared
         return
-    by_plan = plan.plan_fingerprint(chosen)
+    by_plan = plan_fingerprints.plan_fingerprint(chosen)
     source = by_plan if by_plan is not None else _SAME_ROWS_NAME.get()
     key_text = json.dumps([options, *encoding_spec.prepared_data_key_values()], sort_keys=True)
     key = f"{source}\n{store.get_train_data_path()}\n{store.get_val_data_path()}\n{key_text}"
@@ -263,7 +272,7 @@ def _write_prepared_data(
     encoding = None if learn is None else learn()
     rows = _SparkBatchEncoder(names, names if wanted is None else wanted, encoding)
     resumable = not key.startswith("once")
-    sources = plan.partition_sources(df) if resumable else None
+    sources = plan_fingerprints.partition_sources(df) if resumable else None
 
     def write_partitions(
         directory: prepared_directories.PreparedDirectory, spec: str
@@ -415,7 +424,7 @@ def _write_partitions(
     url, storage = store.prefix_path, store.storage_options
 
     def write_batches(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        storage.apply()
+        storage.apply_to_process()
         return write_partition(batches, form, url, spec, preparation, progress)
 
     rows = SparkSessionAdapter.from_active_session().collect_rows(

@@ -11,7 +11,7 @@ from farandole.data.datasets import is_directory_path
 from farandole.data.encoding import columns_of_features
 from farandole.data.inputs.sources import open_source
 from farandole.data.statistics import load_or_compute_statistics, read_statistics, statistics_of
-from farandole.spark.common.data.existing_data import is_prepared
+from farandole.spark.common.data.existing_data import is_prepared_by_farandole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -65,7 +65,7 @@ def add_statistics_to_existing_data(
     """
 
     def compute_statistics() -> Statistics:
-        if is_prepared(paths):
+        if is_prepared_by_farandole(paths):
             raise ValueError(
                 f"the data at {paths} was prepared without statistics: pass statistics=True to "
                 "prepare_data, too"

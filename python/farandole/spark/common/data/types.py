@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from farandole.data.arrow import pa
+from farandole.data.lazy_pyarrow import pa
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

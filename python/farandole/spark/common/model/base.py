@@ -16,16 +16,16 @@ from weakref import WeakKeyDictionary
 import cloudpickle
 from pyspark.ml import Model
 
-from farandole.common import check, pickling
+from farandole.common import argument_checks, pickling
 from farandole.data.columns import ColumnRoles, check_columns_present
 from farandole.data.encoding import ColumnEncoding
 from farandole.spark.common.data.schema import check_types
-from farandole.spark.common.model.classes import AddedClassColumns, ClassificationParams
-from farandole.spark.common.model.outputs import (
+from farandole.spark.common.model.class_columns import AddedClassColumns, ClassificationParams
+from farandole.spark.common.model.output_columns import (
     ModelOutput,
     add_predictions,
-    parse_outputs,
     detect_model_outputs,
+    parse_outputs,
     rename_columns_to_numbers,
 )
 from farandole.spark.common.parameter import Parameter
@@ -45,7 +45,11 @@ if TYPE_CHECKING:
 
     from farandole.data.statistics import ColumnDrift
     from farandole.runner.show.history import Entry
-    from farandole.spark.common.model.evaluation import ClassificationSums, ModelEvaluation, RegressionSums
+    from farandole.spark.common.model.evaluation import (
+        ClassificationSums,
+        ModelEvaluation,
+        RegressionSums,
+    )
     from farandole.spark.common.model.model_summary import LayerSummary
     from farandole.spark.common.model.onnx import Signature
     from farandole.spark.common.model.predictor import BatchPredictor
@@ -62,7 +66,7 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
 
     outputs: Parameter[Sequence[ModelOutput]] = Parameter(
         "Description of the outputs; determined if omitted.",
-        check.make_conversion_check(parse_outputs),
+        argument_checks.make_conversion_check(parse_outputs),
         default=None,
     )
 
@@ -132,7 +136,7 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
                 returns the sums.
             title: of Spark's job.
         """
-        from farandole.spark.job.session import SparkSessionAdapter
+        from farandole.spark.job.session_adapter import SparkSessionAdapter
 
         roles = ColumnRoles(features=(), labels=(label,))
         check_columns_present(roles, df.columns, "DataFrame")
@@ -183,7 +187,7 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
             sum_permuted_evaluations,
         )
 
-        repeats = check.check_whole_number("repeats", repeats)
+        repeats = argument_checks.check_whole_number("repeats", repeats)
         self._check_feature_columns(df)
         form, label = self._require_output_form("importance"), self.getLabelColumns()[0]
         start = empty_sums(form, self.getThresholds(), by_score=metric == "area_under_roc")
@@ -197,7 +201,9 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
             columns=list(names),
             seeds=[seed + turn for turn in range(repeats)],
         )
-        for part in self._collect_task_sums(df, label, start, task, "farandole: importance of columns"):
+        for part in self._collect_task_sums(
+            df, label, start, task, "farandole: importance of columns"
+        ):
             for key, counted in part.items():
                 found.setdefault(key, deepcopy(start)).merge(counted)
         return column_importances(found or {None: start}, names, metric)
@@ -534,7 +540,9 @@ def require_output_form(what: str, form: str | None, labels: list[str] | None) -
     return form
 
 
-def refuse_class_columns_for_values(columns: dict[str, str], form: str, thresholds: list[float] | None) -> None:
+def refuse_class_columns_for_values(
+    columns: dict[str, str], form: str, thresholds: list[float] | None
+) -> None:
     """Refuses columns of classes for a model of values.
 
     Args:
@@ -561,7 +569,7 @@ def _label_reader(
     """Returns a function that takes the labels out of a batch whose columns go by number."""
 
     def read_labels(batch: pa.RecordBatch) -> npt.NDArray[Any]:
-        from farandole.spark.common.model.arrow import feature_arrays
+        from farandole.spark.common.model.arrow_arrays import feature_arrays
 
         return feature_arrays(batch, columns, [name], encoding)[name]
 

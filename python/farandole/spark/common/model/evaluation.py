@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from farandole.spark.common.model.classes import raw_scores_and_probabilities, predict_classes
+from farandole.spark.common.model.class_columns import predict_classes, raw_scores_and_probabilities
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -272,7 +272,9 @@ def empty_sums(
     """
     if form == "values":
         return RegressionSums()
-    return ClassificationSums(form, thresholds, by_score=BinaryScoreHistogram() if by_score else None)
+    return ClassificationSums(
+        form, thresholds, by_score=BinaryScoreHistogram() if by_score else None
+    )
 
 
 def sum_evaluated_rows(

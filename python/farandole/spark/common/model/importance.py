@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from farandole.data.arrow import pa
+from farandole.data.lazy_pyarrow import pa
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -47,7 +47,7 @@ def sum_permuted_evaluations(
     found: dict[Any, ClassificationSums | RegressionSums] = {
         key: deepcopy(start) for key in [None, *((one, seed) for one in columns for seed in seeds)]
     }
-    for number, (block, rows) in enumerate(_join_batches(batches)):
+    for number, (block, rows) in enumerate(_group_batches_into_blocks(batches)):
         for key, counted in found.items():
             changed = block
             if key is not None:
@@ -59,7 +59,7 @@ def sum_permuted_evaluations(
     return found
 
 
-def _join_batches(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[pa.Table, int]]:
+def _group_batches_into_blocks(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[pa.Table, int]]:
     """Batches put together, with the rows of the largest."""
     held: list[pa.RecordBatch] = []
     for batch in batches:
@@ -76,7 +76,9 @@ def _join_batches(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[pa.Table,
 
 
 def column_importances(
-    found: Mapping[Any, ClassificationSums | RegressionSums], names: Mapping[int, str], metric: str | None
+    found: Mapping[Any, ClassificationSums | RegressionSums],
+    names: Mapping[int, str],
+    metric: str | None,
 ) -> dict[str, float]:
     """Returns how much worse the metric gets for each column, in descending order.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from farandole.spark.common.model.outputs import ModelOutput
+    from farandole.spark.common.model.output_columns import ModelOutput
 
 _MAX_LISTED_CLASSES = 8
 """Names of classes in one line."""

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from farandole.data.arrow import pa
-from farandole.spark.common.model.outputs import rename_columns_to_numbers
-from farandole.stores import durable
+from farandole.data.lazy_pyarrow import pa
+from farandole.spark.common.model.output_columns import rename_columns_to_numbers
+from farandole.stores import durable_writes
 
 if TYPE_CHECKING:
     import os
@@ -114,7 +114,7 @@ def collect_check_rows(model: FarandoleModel, rows: DataFrame) -> pa.RecordBatch
     Raises:
         ValueError: there is no row, or the model does not take the columns.
     """
-    from farandole.spark.job.session import SparkSessionAdapter
+    from farandole.spark.job.session_adapter import SparkSessionAdapter
 
     model._check_feature_columns(rows)
     packed = (
@@ -159,14 +159,14 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as folder:
         made = Path(folder) / f"{target.stem}-{secrets.token_hex(4)}{target.suffix}"
         yield made
-        durable.sync_tree(Path(folder).absolute())
+        durable_writes.fsync_directory_tree(Path(folder).absolute())
         for part in sorted(Path(folder).iterdir()):
             if part != made:
                 part.replace(target.parent / part.name)
-        durable.DurableFileOperations().fsync_path(target.parent)
+        durable_writes.DurableFileOperations().fsync_path(target.parent)
         old = _find_weight_files(target)
         made.replace(target)
-        durable.DurableFileOperations().fsync_path(target.parent)
+        durable_writes.DurableFileOperations().fsync_path(target.parent)
         for weights in old:
             try:
                 weights.unlink()

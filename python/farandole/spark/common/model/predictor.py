@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
-from farandole.data.arrow import pa
 from farandole.data.encoding import ColumnEncoding
+from farandole.data.lazy_pyarrow import pa
 from farandole.spark.job.connect_artifacts import PrestagedFile
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from farandole.spark.common.model.classes import AddedClassColumns
+    from farandole.spark.common.model.class_columns import AddedClassColumns
     from farandole.spark.common.transform import UserTransformation
 
     Array = npt.NDArray[Any]
@@ -104,7 +104,7 @@ class BatchPredictor(ABC):
         Args:
             batches: with the feature columns and any others.
         """
-        from farandole.spark.common.model.outputs import prediction_column
+        from farandole.spark.common.model.output_columns import prediction_column
 
         for batch in batches:
             found = self.predict_outputs(batch)
@@ -190,7 +190,7 @@ class BatchPredictor(ABC):
 
     def _feature_arrays(self, batch: pa.RecordBatch) -> dict[str, Array]:
         """Returns the columns of the model's inputs, before the transformation."""
-        from farandole.spark.common.model.arrow import feature_arrays
+        from farandole.spark.common.model.arrow_arrays import feature_arrays
 
         return feature_arrays(
             batch,

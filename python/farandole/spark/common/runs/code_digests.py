@@ -36,7 +36,7 @@ _MAX_WRAPPERS = 32
 """The maximum number of decorators of one function that are followed."""
 
 
-def local_name(value: Any) -> str:
+def name_without_scope(value: Any) -> str:
     """Returns the name of a function or class, without the name of the enclosing function.
 
     Args:
@@ -196,7 +196,7 @@ def describe_class(value: type, go: Callable[[Any], Any]) -> list[Any]:
     members = [
         [name, go(one)] for name, one in sorted(_class_members(value), key=lambda one: one[0])
     ]
-    return ["class", local_name(value), members, [go(one) for one in value.__bases__]]
+    return ["class", name_without_scope(value), members, [go(one) for one in value.__bases__]]
 
 
 def _class_members(value: type) -> Iterator[tuple[str, Any]]:

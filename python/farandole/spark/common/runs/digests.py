@@ -34,7 +34,7 @@ from farandole.spark.common.runs.code_digests import (
     is_torch_module,
     is_user_defined,
     is_user_object,
-    local_name,
+    name_without_scope,
     unwrap_user_function,
 )
 
@@ -82,7 +82,7 @@ def brief_description(value: Any) -> str:
             "[" + ", ".join(brief_description(one) for one in value[:_MAX_SUMMARY_CHARACTERS]) + "]"
         )
     elif inspect.isroutine(value) or inspect.isclass(value):
-        text = local_name(value) or str(value)
+        text = name_without_scope(value) or str(value)
     elif isinstance(value, functools.partial):
         text = f"partial({brief_description(value.func)})"
     else:
@@ -100,7 +100,7 @@ def class_name(value: Any) -> str:
     Args:
         value: any.
     """
-    return local_name(type(value))
+    return name_without_scope(type(value))
 
 
 def arrays_digest(named: Mapping[str, Any]) -> str:
@@ -223,7 +223,11 @@ class _ValueDescriber:
         go = functools.partial(
             self._describe_value, depth=depth + 1, above=(*above, id(value)), named=named
         )
-        return _describe_without_builtin_rule(value, go, named=named) if tell is None else tell(value, go)
+        return (
+            _describe_without_builtin_rule(value, go, named=named)
+            if tell is None
+            else tell(value, go)
+        )
 
     def _describe_reference(self, value: Any) -> list[Any]:
         if id(value) not in self._numbers:
@@ -247,7 +251,7 @@ def _describe_without_builtin_rule(value: Any, go: Any, *, named: bool) -> Any:
         return wrapper
     if is_python_defined(value) or inspect.isroutine(value) or inspect.ismodule(value):
         # torch and NumPy have a name `dtype`, as arrays
-        return ["named", local_name(value) or value.__name__]
+        return ["named", name_without_scope(value) or value.__name__]
     return _describe_object(value, go, named=named)
 
 
@@ -287,7 +291,7 @@ def _pair_name(pair: tuple[str, Any]) -> str:
 def _sort_key(value: Any) -> str:
     """Returns a word to sort by, which is the same in another process."""
     if inspect.isroutine(value) or inspect.isclass(value):
-        return local_name(value)
+        return name_without_scope(value)
     if isinstance(value, frozenset | tuple):
         keys = [_sort_key(one) for one in value]
         return str(keys if isinstance(value, tuple) else sorted(keys))

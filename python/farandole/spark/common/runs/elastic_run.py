@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from farandole.common.notices import is_elastic
+from farandole.common.termination_notices import is_elastic_worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +43,7 @@ class ElasticRun(Generic[_Progress]):
         create_state: Callable[..., Any],
     ) -> None:
         self.reached = reached
-        self.moves = is_elastic()
+        self.moves = is_elastic_worker()
         self._run = run
         self._state = create_state(reached=reached) if self.moves else None
 

@@ -67,7 +67,7 @@ class StopRequest:
         self.in_order = store.run_path is not None
         self.asked = self.ended = False
 
-    def worker_variables(self) -> dict[str, str]:
+    def stop_token_variables(self) -> dict[str, str]:
         """Variables of the workers."""
         return {STOP_TOKEN_VARIABLE: self._token} if self.in_order else {}
 

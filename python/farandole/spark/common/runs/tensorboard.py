@@ -21,7 +21,7 @@ import time
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from farandole.runner.show.event_file import FILE_VERSION, encode_tensorboard_event
+from farandole.runner.show.tensorboard_event_file import FILE_VERSION, encode_tensorboard_event
 from farandole.spark.common.runs.tracking import Tracker
 
 if TYPE_CHECKING:

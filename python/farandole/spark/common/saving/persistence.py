@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast
 
 from pyspark.ml.util import DefaultParamsReader, MLReadable, MLReader, MLWritable, MLWriter
 
-from farandole.spark.common.model.outputs import outputs_as_dicts
+from farandole.spark.common.model.output_columns import outputs_as_dicts
 from farandole.spark.common.saving import store_backend
 from farandole.spark.common.saving.save_directory import SaveDirectory
 from farandole.stores.pickle_policy import ALLOW_PICKLE_PARAMETER, require_unpickling_allowed
@@ -34,8 +34,8 @@ _log = logging.getLogger("farandole")
 
 
 class ParamsWriter(MLWriter):
-    """A writer of an object with parameters. `split_values` returns the parts that JSON cannot
-    hold.
+    """A writer of an object with parameters. `split_plain_and_packed` returns the parts that JSON
+    cannot hold.
 
     Args:
         instance: the object.
@@ -45,7 +45,9 @@ class ParamsWriter(MLWriter):
         super().__init__()
         self.instance = instance
 
-    def split_values(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
+    def split_plain_and_packed(
+        self, values: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, bytes]]:
         """Splits the parameters that are set.
 
         Args:
@@ -72,7 +74,7 @@ class ParamsWriter(MLWriter):
         values.pop(
             ALLOW_PICKLE_PARAMETER, None
         )  # a file must not contain the consent to run what it contains
-        plain, parts = self.split_values(
+        plain, parts = self.split_plain_and_packed(
             {name: value for name, value in values.items() if name not in _SEPARATELY_SAVED_PARAMS}
         )
         metadata = {
@@ -88,11 +90,13 @@ class ParamsWriter(MLWriter):
                 if param.name != ALLOW_PICKLE_PARAMETER
             },
         }
-        SaveDirectory(path, session).write_object_version(metadata, parts, overwrite=self.shouldOverwrite)
+        SaveDirectory(path, session).write_object_version(
+            metadata, parts, overwrite=self.shouldOverwrite
+        )
 
 
 class ParamsReader(MLReader[T]):
-    """A reader of an object with parameters; `restore_parts` sets its parts.
+    """A reader of an object with parameters; `restore_packed_parts` sets its parts.
 
     Args:
         kind: class of the object.
@@ -128,7 +132,7 @@ class ParamsReader(MLReader[T]):
             "loading from %s runs the code pickled in it: load only what you trust%s", path, instead
         )
 
-    def restore_parts(self, loaded: T, parts: dict[str, bytes], path: str) -> None:
+    def restore_packed_parts(self, loaded: T, parts: dict[str, bytes], path: str) -> None:
         """Sets the parts that are no JSON.
 
         Args:
@@ -161,7 +165,7 @@ class ParamsReader(MLReader[T]):
             DefaultParamsReader.getAndSetParams(
                 loaded, metadata | {"paramMap": known, "defaultParamMap": defaults}
             )
-        self.restore_parts(loaded, saved.read_parts(metadata), path)
+        self.restore_packed_parts(loaded, saved.read_parts(metadata), path)
         if loaded.hasParam(ALLOW_PICKLE_PARAMETER):  # the parts must not contain the consent either
             loaded.clear(loaded.getParam(ALLOW_PICKLE_PARAMETER))
         store_backend.restore_store_and_backend(loaded, metadata.get("places"), path)

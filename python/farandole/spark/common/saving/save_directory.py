@@ -46,13 +46,13 @@ from farandole import _variables as variables
 from farandole._native import reader
 from farandole._native import store as native
 from farandole._native.settings import read_setting
-from farandole.spark.job.session import is_connect
-from farandole.stores import durable
+from farandole.spark.job.session_adapter import is_connect
+from farandole.stores import durable_writes
 from farandole.stores.small_files import (
     MAX_TABLE_FILE_BYTES,
     DamagedFileError,
-    raise_as_damaged_file,
     parse_json,
+    raise_as_damaged_file,
     read_small_file,
 )
 
@@ -155,7 +155,7 @@ class SaveDirectory:
             data, [chunk for name, part in parts.items() for chunk in _split_chunks(name, part)]
         )
         self._synchronize_directory()  # a loss of power must not leave metadata without its data
-        self._files.write_text(identity, text)
+        self._files.write_metadata_file(identity, text)
         self._synchronize_directory()
         for name in old or []:
             try:
@@ -172,8 +172,8 @@ class SaveDirectory:
     def _synchronize_directory(self) -> None:
         """Syncs written data on a file system of this host, before any step that needs it."""
         directory = self._files.local_directory()
-        if directory is not None and durable.is_present_directory(directory):
-            durable.sync_tree(directory)
+        if directory is not None and durable_writes.is_present_directory(directory):
+            durable_writes.fsync_directory_tree(directory)
 
     def read_metadata(self, kind: str | None = None) -> dict[str, Any]:
         """Returns the JSON of the last complete save.
@@ -269,7 +269,7 @@ class _StoreSaveFiles:
         """Writes a new directory of Parquet files."""
         self._store.write(f"{directory}/part-00000.parquet", _encode_parquet(rows))
 
-    def write_text(self, identity: str, text: str) -> None:
+    def write_metadata_file(self, identity: str, text: str) -> None:
         """Adds a file to the metadata, which appears as a whole."""
         self._store.write(f"metadata/part-00000-{identity}.txt", text.encode() + b"\n")
 
@@ -361,7 +361,7 @@ class _SparkSaveFiles:
             f"{self._path}/{directory}"
         )
 
-    def write_text(self, identity: str, text: str) -> None:
+    def write_metadata_file(self, identity: str, text: str) -> None:
         del identity  # Spark's names are unique
         frame = self._session.createDataFrame([(text,)], "value string").coalesce(1)
         frame.write.mode("append").text(f"{self._path}/metadata")
@@ -383,7 +383,9 @@ def _read_parquet_rows(store: native.Store, directory: str) -> Iterator[_Row]:
     found = [
         (name, size)
         for name, size in store.list()
-        if name.rpartition("/")[0] == directory and name.endswith(".parquet") and _is_not_hidden_file(name)
+        if name.rpartition("/")[0] == directory
+        and name.endswith(".parquet")
+        and _is_not_hidden_file(name)
     ]
     if not found:
         return

@@ -17,7 +17,7 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
-from farandole.runner.show.event_file import encode_scalar_events
+from farandole.runner.show.tensorboard_event_file import encode_scalar_events
 from farandole.spark import task
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class EpochReporter:
         self._epochs = epochs
         self._last_report_time = time.monotonic()
 
-    def is_step_due(self) -> bool:
+    def is_step_report_due(self) -> bool:
         """Returns whether it is time for the next report about a step."""
         return time.monotonic() - self._last_report_time >= _STEP_REPORT_SECONDS
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from farandole.spark.common.show.chart import MetricsChart
 from farandole.spark.common.show.progress import ProgressDisplay, format_scores
-from farandole.spark.common.show.ranks import RankTable
+from farandole.spark.common.show.rank_table import RankTable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

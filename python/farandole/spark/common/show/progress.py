@@ -6,8 +6,8 @@ epoch elsewhere.
 With `verbose=0` it shows nothing.
 
 Workers send two kinds of reports: `{"kind": "step", ...}` a few times per second and `{"kind":
-"epoch", ...}` with an entry of the history. `farandole.runner.reports` has checked them. A report
-of a user's own function may lack what estimators add; it is not shown.
+"epoch", ...}` with an entry of the history. `farandole.runner.report_validation` has checked them.
+A report of a user's own function may lack what estimators add; it is not shown.
 """
 
 # ruff: noqa: PLC0415 - rich is loaded where there is a terminal
@@ -49,7 +49,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         """Shows a report of a worker.
 
         Args:
-            report: Checked by `farandole.runner.reports`.
+            report: Checked by `farandole.runner.report_validation`.
         """
         kind = report.get("kind")
         if kind not in _REPORT_KINDS or any(

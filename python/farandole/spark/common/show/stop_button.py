@@ -81,7 +81,10 @@ class StopEndpoint:
 
     def __init__(self, stop: StopRequest) -> None:
         self.path = f"/{secrets.token_hex(16)}/"
-        actions = {f"{self.path}stop": stop.request_stop, f"{self.path}end": stop.end_unless_double_click}
+        actions = {
+            f"{self.path}stop": stop.request_stop,
+            f"{self.path}end": stop.end_unless_double_click,
+        }
         self._server = _StopServer(("127.0.0.1", 0), _create_handler(actions))
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True)

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
-from farandole.common import pickling, scratch
+from farandole.common import pickling, scratch_directories
 from farandole.spark.common.model.onnx import first_error_lines
-from farandole.spark.keras.arrays import flat_outputs, arrange_model_argument, output_keys
-from farandole.spark.keras.saving import payload
+from farandole.spark.keras.keras_inputs import arrange_model_argument, flat_outputs, output_keys
+from farandole.spark.keras.saving import model_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -74,8 +74,8 @@ def export_onnx(
         "outputs": outputs,
         "opset": opset,
     }
-    with scratch.temporary_directory() as folder:
-        (folder / "model").write_bytes(payload.pack_model(model))
+    with scratch_directories.temporary_directory() as folder:
+        (folder / "model").write_bytes(model_bytes.pack_model(model))
         (folder / "objects").write_bytes(pickling.pickle_by_value(dict(custom_objects)))
         (folder / "told").write_text(
             json.dumps({**told, "name": type(model).__name__, "path": str(path.absolute())})
@@ -147,7 +147,7 @@ def _write_onnx_on_torch_backend(place: Path, told: Mapping[str, Any]) -> None:
 
     objects = cloudpickle.loads((place / "objects").read_bytes())
     try:
-        model = payload.unpack_model(
+        model = model_bytes.unpack_model(
             (place / "model").read_bytes(), objects, safe_mode=False, compiled=False
         )
     except Exception as error:

@@ -26,8 +26,12 @@ from farandole.spark.common.saving.persistence import (
     ParamsWriter,
     split_plain_json,
 )
-from farandole.spark.keras.saving import payload
-from farandole.spark.keras.saving.objects import copy_callbacks_without_model, custom_objects, pickle_user_objects
+from farandole.spark.keras.saving import model_bytes
+from farandole.spark.keras.saving.user_objects import (
+    copy_callbacks_without_model,
+    custom_objects,
+    pickle_user_objects,
+)
 from farandole.stores.pickle_policy import PickleNotAllowedError
 
 if TYPE_CHECKING:
@@ -43,10 +47,12 @@ _log = logging.getLogger("farandole")
 class KerasModelWriter(ParamsWriter):
     """A writer of a `KerasModel`."""
 
-    def split_values(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """Like `ParamsWriter.split_values`."""
+    def split_plain_and_packed(
+        self, values: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """Like `ParamsWriter.split_plain_and_packed`."""
         model, given = values.pop("model"), values.pop("custom_objects", {})
-        parts = {"model": payload.pack_model(model)}
+        parts = {"model": model_bytes.pack_model(model)}
         objects = custom_objects(model, given)
         if objects:
             parts["custom_objects"] = pickling.pickle_by_value(objects)
@@ -86,8 +92,8 @@ class KerasModelReader(ParamsReader["KerasModel"]):
         self._safe_mode, self._safe_mode_requested = safe, safe
         return self
 
-    def restore_parts(self, loaded: KerasModel, parts: dict[str, bytes], path: str) -> None:
-        """Like `ParamsReader.restore_parts`."""
+    def restore_packed_parts(self, loaded: KerasModel, parts: dict[str, bytes], path: str) -> None:
+        """Like `ParamsReader.restore_packed_parts`."""
         objects = self._given_objects
         if objects is None and "custom_objects" in parts:
             if self._safe_mode_requested:
@@ -98,7 +104,7 @@ class KerasModelReader(ParamsReader["KerasModel"]):
             objects = cloudpickle.loads(parts["custom_objects"])
         try:
             loaded.setModel(
-                payload.unpack_model(parts["model"], objects, safe_mode=self._safe_mode)
+                model_bytes.unpack_model(parts["model"], objects, safe_mode=self._safe_mode)
             )
         except ValueError as error:
             if not self._safe_mode:
@@ -127,13 +133,15 @@ class KerasModelReader(ParamsReader["KerasModel"]):
 class KerasEstimatorParamsWriter(ParamsWriter):
     """A writer of a `KerasEstimator`."""
 
-    def split_values(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """Like `ParamsWriter.split_values`."""
+    def split_plain_and_packed(
+        self, values: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """Like `ParamsWriter.split_plain_and_packed`."""
         parts: dict[str, bytes] = {}
         model = values.pop("model", None)
         plain, rest = split_plain_json(values)
         if model is not None:
-            parts["model"] = payload.pack_model(model)
+            parts["model"] = model_bytes.pack_model(model)
             given = rest.get("custom_objects", {})
             rest["custom_objects"] = custom_objects(
                 model, given, rest.get("optimizer"), rest.get("loss")
@@ -150,13 +158,17 @@ class KerasEstimatorParamsWriter(ParamsWriter):
 class KerasEstimatorParamsReader(ParamsReader["KerasEstimator"]):
     """A reader of a `KerasEstimator`."""
 
-    def restore_parts(self, loaded: KerasEstimator, parts: dict[str, bytes], path: str) -> None:
-        """Like `ParamsReader.restore_parts`."""
+    def restore_packed_parts(
+        self, loaded: KerasEstimator, parts: dict[str, bytes], path: str
+    ) -> None:
+        """Like `ParamsReader.restore_packed_parts`."""
         self.check_pickled_code(path)
         rest = cloudpickle.loads(parts["objects"])
         if "model" in parts:
             loaded.setModel(
-                payload.unpack_model(parts["model"], rest.get("custom_objects"), safe_mode=False)
+                model_bytes.unpack_model(
+                    parts["model"], rest.get("custom_objects"), safe_mode=False
+                )
             )
         loaded.setParams(**rest)
 

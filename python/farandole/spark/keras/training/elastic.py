@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from farandole.spark.common.data.source import EpochPosition
+from farandole.spark.common.data.batch_source import EpochPosition
 from farandole.spark.common.runs.elastic_run import COMMIT_INTERVAL_STEPS, ElasticRun
 from farandole.spark.keras.training.scores import assign_summed_metrics, sum_metrics_over_processes
-from farandole.stores import durable
+from farandole.stores import durable_writes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from farandole.spark.keras.training.feed import BatchFeed, DataModuleFeed
-    from farandole.spark.keras.training.publish import RunPublisher
+    from farandole.spark.keras.training.batch_feed import BatchFeed, DataModuleFeed
+    from farandole.spark.keras.training.run_publisher import RunPublisher
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,9 @@ class CommitCallback(keras.callbacks.Callback):
         del logs
         kept = self._publisher.kept
         best = (
-            kept.path.read_bytes() if kept is not None and durable.is_path_present(kept.path) else None
+            kept.path.read_bytes()
+            if kept is not None and durable_writes.is_path_present(kept.path)
+            else None
         )
         note = copy.deepcopy(self._publisher.create_history_note())
         model: Any = self.model
@@ -148,7 +150,7 @@ class PartialFitCallbackList(keras.callbacks.CallbackList):
         super().__init__(list(callbacks), add_history=True, **more)
 
     @contextlib.contextmanager
-    def _only(self, callbacks: list[Any]) -> Iterator[None]:
+    def _call_only(self, callbacks: list[Any]) -> Iterator[None]:
         """Calls only these callbacks inside the context."""
         every, self.callbacks = self.callbacks, callbacks
         yield
@@ -156,20 +158,22 @@ class PartialFitCallbackList(keras.callbacks.CallbackList):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Calls the callbacks that have not been called for the begin of the training."""
-        with self._only(self._user_callbacks.uncalled_callbacks(self.callbacks, "begin")):
+        with self._call_only(self._user_callbacks.uncalled_callbacks(self.callbacks, "begin")):
             super().on_train_begin(logs)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Calls all callbacks, if the whole training ends with this part."""
         model: Any = self.model
         ends = self._epoch + 1 >= self._last_epoch or model.stop_training
-        with self._only(self.callbacks if ends else []):
+        with self._call_only(self.callbacks if ends else []):
             super().on_train_end(logs)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Calls the callbacks that have not been called for the begin of this epoch."""
         self._epoch = epoch
-        with self._only(self._user_callbacks.uncalled_callbacks(self.callbacks, f"epoch {epoch}")):
+        with self._call_only(
+            self._user_callbacks.uncalled_callbacks(self.callbacks, f"epoch {epoch}")
+        ):
             super().on_epoch_begin(epoch, logs)
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from farandole._keras.values import as_array
+from farandole._keras.value_collectives import to_numpy_array
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,7 +55,7 @@ class ScaledLearningRate:
 
     def initial_rate(self) -> float | None:
         """Returns the rate as it is now; `None` for a schedule."""
-        return None if self._schedule is not None else float(as_array(self._own_rate))
+        return None if self._schedule is not None else float(to_numpy_array(self._own_rate))
 
     def rescale_for_world(self, before: int, size: int) -> None:
         """Takes the rate from one number of processes to another.
@@ -68,20 +68,20 @@ class ScaledLearningRate:
         self._size = size
         if self._schedule is None:
             if before != size:
-                self.multiply(size / before)
+                self.multiply_rate(size / before)
         else:
             self._optimizer._learning_rate = (  # noqa: SLF001
                 _ScaledSchedule(self._schedule, float(size)) if size > 1 else self._schedule
             )
 
-    def multiply(self, factor: float) -> None:
+    def multiply_rate(self, factor: float) -> None:
         """Multiplies a rate that is no schedule.
 
         Args:
             factor: of the rate.
         """
         if self._schedule is None:
-            self._own_rate.assign(as_array(self._own_rate) * factor)
+            self._own_rate.assign(to_numpy_array(self._own_rate) * factor)
 
     @contextlib.contextmanager
     def single_process_rate(self) -> Iterator[None]:
@@ -90,7 +90,7 @@ class ScaledLearningRate:
         if size == 1:
             yield
             return
-        exact_rate = None if self._schedule is not None else as_array(self._own_rate)
+        exact_rate = None if self._schedule is not None else to_numpy_array(self._own_rate)
         self.rescale_for_world(size, 1)
         try:
             yield

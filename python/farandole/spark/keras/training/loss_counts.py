@@ -15,7 +15,7 @@ import keras
 from keras.src.backend.common.masking import get_keras_mask
 
 from farandole._keras.reducer import make_reducer
-from farandole._keras.settings import Settings
+from farandole._keras.settings import GradientReductionSettings
 from farandole.common import basics
 from farandole.spark.keras.model_compilation import ignored_class
 
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 _WEIGHTED_MEAN = "mean_with_sample_weight"
 
 
-def compute_losses_as_parts(model: Any, share: list[Any], added: Sequence[str], *, sums_outputs: bool) -> None:
+def compute_losses_as_parts(
+    model: Any, share: list[Any], added: Sequence[str], *, sums_outputs: bool
+) -> None:
     """Lets a model compute the losses of this process as parts of the losses of all processes.
 
     Args:
@@ -37,7 +39,7 @@ def compute_losses_as_parts(model: Any, share: list[Any], added: Sequence[str], 
         sums_outputs: whether the losses of outputs are sums, whatever they say.
     """
     factor = _SumFactor(share)
-    reducer = make_reducer(Settings(name="losses"))
+    reducer = make_reducer(GradientReductionSettings(name="losses"))
     compiled: Any = model._compile_loss  # noqa: SLF001 - no public door
     if compiled is not None:
         compiled._flat_losses = [  # noqa: SLF001 - no public door

@@ -16,7 +16,7 @@ import numpy as np
 
 import farandole.numpy as arrays
 from farandole._keras.callbacks import write_jax_state_to_model
-from farandole._keras.values import as_array
+from farandole._keras.value_collectives import to_numpy_array
 from farandole.common import basics
 from farandole.spark.common.runs.finite_loss import check_finite_loss
 
@@ -102,7 +102,7 @@ def sum_metrics_over_processes(model: Any, stage: str, *, counts: bool) -> Any:
     """
     write_jax_state_to_model(model)
     vectors = [
-        _metric_contribution(as_array(variable), variable, counts)
+        _metric_contribution(to_numpy_array(variable), variable, counts)
         for variable in model.metrics_variables
     ]
     if not vectors:
@@ -120,7 +120,7 @@ def assign_summed_metrics(model: Any, total: Any, *, once: bool = False) -> None
     """
     start = 0
     for variable in model.metrics_variables:
-        part = as_array(variable)
+        part = to_numpy_array(variable)
         values = total[start : start + part.size].reshape(part.shape)
         start += part.size
         is_sum = getattr(variable, "aggregation", "sum") not in ("mean", "only_first_replica")
@@ -147,7 +147,7 @@ def _assign_variable(variable: Any, values: Any, dtype: Any) -> None:
 
 
 def _to_plain(value: Any) -> Any:
-    array = as_array(value)
+    array = to_numpy_array(value)
     return float(array) if array.ndim == 0 else array
 
 
@@ -174,7 +174,7 @@ def average_moving_statistics(model: Any) -> None:
     moving = batch_norm_statistics(model)
     if not moving:
         return
-    parts = [as_array(variable) for variable in moving]
+    parts = [to_numpy_array(variable) for variable in moving]
     mine = np.concatenate([part.reshape(-1).astype(np.float64) for part in parts])
     mean = arrays.allreduce(mine, name="farandole.keras.statistics")
     start = 0
@@ -226,7 +226,9 @@ class UndoEmptyStepsCallback(keras.callbacks.Callback):
         model: Any = self.model
         write_jax_state_to_model(model)
         touched = [*model.metrics_variables, *batch_norm_statistics(model)]
-        self._saved_values = [(variable, np.array(as_array(variable))) for variable in touched]
+        self._saved_values = [
+            (variable, np.array(to_numpy_array(variable))) for variable in touched
+        ]
 
     def _restore_values(self) -> None:
         write_jax_state_to_model(self.model)

@@ -22,34 +22,34 @@ import numpy as np
 import farandole.keras as hvd
 import farandole.numpy as arrays
 from farandole._keras.callbacks import LearningRateScheduleCallback
-from farandole._keras.values import as_array, broadcast_variables
-from farandole.common import basics, scratch
-from farandole.common.notices import is_elastic
-from farandole.numpy.plain import broadcast_plain
+from farandole._keras.value_collectives import broadcast_variables, to_numpy_array
+from farandole.common import basics, scratch_directories
+from farandole.common.termination_notices import is_elastic_worker
+from farandole.numpy.plain_value_exchange import broadcast_plain
 from farandole.spark import task
-from farandole.spark.common.data.source import BatchSource, EpochPosition
+from farandole.spark.common.data.batch_source import BatchSource, EpochPosition
 from farandole.spark.common.runs.elastic_run import ElasticRun
 from farandole.spark.common.runs.stop_request import StopCheck
-from farandole.spark.keras.arrays import reader_casts, zero_batch
 from farandole.spark.keras.job import KerasTrainingResult
+from farandole.spark.keras.keras_inputs import reader_casts, zero_batch
 from farandole.spark.keras.model_compilation import restore_compiled_loss
-from farandole.spark.keras.saving import payload
+from farandole.spark.keras.saving import model_bytes
+from farandole.spark.keras.training.batch_feed import (
+    BatchFeed,
+    DataModuleFeed,
+    ValidationDataset,
+    prefetch_batches,
+    scale_steps_by_share,
+)
 from farandole.spark.keras.training.elastic import (
     CommitCallback,
     KerasRunProgress,
     OncePerMomentCallbacks,
     PartialFitCallbackList,
 )
-from farandole.spark.keras.training.feed import (
-    BatchFeed,
-    DataModuleFeed,
-    ValidationDataset,
-    prefetch_batches,
-    prepare_steps,
-)
 from farandole.spark.keras.training.learning_rate import ScaledLearningRate
 from farandole.spark.keras.training.loss_counts import compute_losses_as_parts
-from farandole.spark.keras.training.publish import (
+from farandole.spark.keras.training.run_publisher import (
     RunPublisher,
     StepTimingCallback,
     UserCheckpointCallback,
@@ -85,7 +85,7 @@ class KerasTrainer:
         if job.random_seed is not None:
             _seed_generators((job.random_seed + self.rank) % 2**32)
         self.objects: KerasUserObjects = cloudpickle.loads(job.objects)
-        self.moves = is_elastic()
+        self.moves = is_elastic_worker()
         """Whether the world may change."""
         self.halt = StopCheck(job.store)
         self.module: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -103,7 +103,7 @@ class KerasTrainer:
 
     def run(self) -> KerasTrainingResult | None:
         """Trains up to the last epoch."""
-        with scratch.temporary_directory() as folder, contextlib.closing(self.halt):
+        with scratch_directories.temporary_directory() as folder, contextlib.closing(self.halt):
             self.elastic_run.run_in_each_world(lambda: self._train_in_world(folder))
             publisher = self.publisher
             return (
@@ -186,17 +186,17 @@ class KerasTrainer:
     def _load_model(self) -> Any:
         job, objects = self.job, self.objects
         # the driver's own
-        model = payload.unpack_model(job.model, objects.custom_objects, safe_mode=False)
+        model = model_bytes.unpack_model(job.model, objects.custom_objects, safe_mode=False)
         restore_compiled_loss(model, objects.loss)
         x, y = zero_batch(job.shape, job.labels, job.data.batch_size)
         weights = None if job.weight is None else np.ones(job.data.batch_size, np.float32)
-        _build_model(model, (x, y) if weights is None else (x, y, weights))
+        _build_before_first_batch(model, (x, y) if weights is None else (x, y, weights))
         self.first_rate = ScaledLearningRate(model.optimizer, 1).initial_rate()
         compression = objects.compression or hvd.Compression.none
         model.optimizer = hvd.DistributedOptimizer(model.optimizer, compression=compression)
         model.jit_compile = model.jit_compile  # asked again, now that the optimizer is another one
         self.rate = ScaledLearningRate(model.optimizer, 1)
-        share = prepare_steps(
+        share = scale_steps_by_share(
             model,
             shares=self.train.shares,
             is_sum=job.loss_reduction == "sum",
@@ -214,20 +214,20 @@ class KerasTrainer:
         job, model, store = self.job, self.model, self.job.store
         done = np.zeros(1, np.int64)
         if self.rank == 0:
-            found = store.resume()
+            found = store.read_checkpoint_to_resume()
             if found is not None:
                 try:
-                    payload.load_state(model, found)
+                    model_bytes.load_weights_and_optimizer(model, found)
                 except (ValueError, KeyError) as error:
                     raise ValueError(
                         f"the checkpoint of run {self.job.run_id!r} belongs to another model or "
                         "optimizer: choose another "
                         f"run_id, or move {store.run_path} elsewhere: {error}"
                     ) from error
-                self.note = payload.read_metadata_note(found)
+                self.note = model_bytes.read_metadata_note(found)
                 # The file has the rate for the rows that a process had in a step.
                 rows = job.step_rows
-                self.rate.multiply(rows / self.note.get("rate_rows", rows))
+                self.rate.multiply_rate(rows / self.note.get("rate_rows", rows))
                 self.best = store.read_checkpoint(f"{store.checkpoint_filename}.best")
                 done[0] = len(self.note.get("timing", []))
         self.done = int(arrays.broadcast(done, 0, name="farandole.keras.done")[0])
@@ -249,7 +249,7 @@ class KerasTrainer:
         for index, variable in enumerate(
             one for one in self.model.non_trainable_variables if _SEED_STATE_NAME in one.name
         ):
-            state = np.array(as_array(variable))
+            state = np.array(to_numpy_array(variable))
             if self.job.random_seed is not None and self.done == 0:
                 state[0] = (self.job.random_seed + index) % 2**31
             state[1] = (int(state[1]) + self.rank * 1_000_003) % 2**31
@@ -378,7 +378,7 @@ def _seed_generators(seed: int) -> None:
         torch.manual_seed(seed)
 
 
-def _build_model(model: Any, example: tuple[Any, ...]) -> None:
+def _build_before_first_batch(model: Any, example: tuple[Any, ...]) -> None:
     """Builds what Keras would build from the first batch, which would then be lost on some
     backends.
     """

@@ -80,7 +80,7 @@ class LabelLoss:
 
     Attributes:
         reduction: one of `LOSS_REDUCTIONS`.
-        counts_labels: whether the count of a batch is more than the number of its rows.
+        counts_more_than_rows: whether the count of a batch is more than the number of its rows.
 
     Raises:
         ValueError: the reduction contradicts the loss, or weights are wanted for a loss that cannot
@@ -110,11 +110,11 @@ class LabelLoss:
         )
         self._own_count = getattr(loss, "label_count", None) if is_mean and known is None else None
         self._count_label = f"label_count of the loss {loss_sums.loss_name(loss)}"
-        self.counts_labels = (
+        self.counts_more_than_rows = (
             self.reduction == "per_batch" or self._sum is not None or self._own_count is not None
         )
 
-    def count(self, label: torch.Tensor, rows: int) -> float:
+    def loss_divisor(self, label: torch.Tensor, rows: int) -> float:
         """Returns the count of a batch.
 
         Args:
@@ -138,7 +138,7 @@ class LabelLoss:
             return float(found)
         return float(rows)
 
-    def term(
+    def batch_loss_term(
         self, output: torch.Tensor, label: torch.Tensor, weights: torch.Tensor | None, count: float
     ) -> LossTerm:
         """Returns the loss of a batch.
@@ -147,7 +147,7 @@ class LabelLoss:
             output: output of the model, one row per row that counts.
             label: in the shape that the loss expects.
             weights: one per row, or `None`.
-            count: the result of `count` for this batch.
+            count: the result of `loss_divisor` for this batch.
         """
         # A mean of nothing is NaN, and so are its gradients. A sum may still have a part of labels
         # of weight 0, by label smoothing.

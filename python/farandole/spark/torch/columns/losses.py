@@ -52,7 +52,7 @@ _LOSSES_BY_OUTPUT_FORM: dict[str, tuple[Any, ...]] = {
 
 def loss_output_form(loss: Any) -> str | None:
     """Returns the form of a model's output that a loss of torch takes, see
-    `farandole.spark.common.model.classes`.
+    `farandole.spark.common.model.class_columns`.
 
     Args:
         loss: any loss. The form of a custom loss is unknown.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from farandole.data.columns import PreparedColumn
     from farandole.data.encoding import ColumnEncoding
     from farandole.data.prepare import PreparedData
-    from farandole.spark.common.data.source import PaddedRankBatch
+    from farandole.spark.common.data.batch_source import PaddedRankBatch
     from farandole.spark.torch.job import TorchLabel
 
 INPUT_DTYPES = (
@@ -239,7 +239,9 @@ def flat_outputs(value: Any, labels: int) -> list[torch.Tensor]:
     return list(outputs)
 
 
-def describe_misfit(names: Sequence[str], inputs: Sequence[torch.Tensor], error: Exception) -> str:
+def describe_input_misfit(
+    names: Sequence[str], inputs: Sequence[torch.Tensor], error: Exception
+) -> str:
     """Returns the message about a model that does not accept its inputs.
 
     Args:
@@ -253,7 +255,9 @@ def describe_misfit(names: Sequence[str], inputs: Sequence[torch.Tensor], error:
     return f"the model does not take its {len(inputs)} feature columns as ({shapes}): {error}"
 
 
-def describe_output(label: TorchLabel, output: torch.Tensor, loss: Callable[..., Any]) -> str:
+def describe_output_with_label(
+    label: TorchLabel, output: torch.Tensor, loss: Callable[..., Any]
+) -> str:
     """Describes for the user what an output is compared with.
 
     Args:

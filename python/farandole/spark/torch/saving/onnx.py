@@ -133,7 +133,9 @@ def write_onnx(
                 **options,
             )
     except Exception as error:
-        raise ValueError(f"torch cannot export {name} to ONNX: {first_error_lines(error)}") from error
+        raise ValueError(
+            f"torch cannot export {name} to ONNX: {first_error_lines(error)}"
+        ) from error
     finally:
         quiet.setLevel(level)
 

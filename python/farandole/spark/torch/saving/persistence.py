@@ -27,7 +27,7 @@ from farandole.spark.common.saving.persistence import (
     ParamsWriter,
     split_plain_json,
 )
-from farandole.spark.torch.saving import payload, tensorfile
+from farandole.spark.torch.saving import safetensors_bytes, state_bytes
 
 if TYPE_CHECKING:
     from farandole.spark.torch.model import TorchModel
@@ -36,7 +36,7 @@ _PICKLED_PARAMS = ("model", "optimizer", "loss", "loss_constructors", "transform
 _ZIP_MAGIC = b"PK"
 
 
-class _WeightReferencePickler(pickling.Pickler):
+class _WeightReferencePickler(pickling.SourceFilePickler):
     """A pickler that stores references instead of the weights of one module."""
 
     def __init__(self, file: io.BytesIO, weights: dict[str, torch.Tensor]) -> None:
@@ -70,8 +70,10 @@ class _WeightReferenceUnpickler(pickle.Unpickler):
 class TorchModelWriter(ParamsWriter):
     """A writer of a `TorchModel`."""
 
-    def split_values(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """Like `ParamsWriter.split_values`."""
+    def split_plain_and_packed(
+        self, values: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """Like `ParamsWriter.split_plain_and_packed`."""
         module = values["model"]
         weights = {
             name: tensor
@@ -79,13 +81,15 @@ class TorchModelWriter(ParamsWriter):
             if torch.is_tensor(tensor)
         }
         pickled = io.BytesIO()
-        _WeightReferencePickler(pickled, weights).dump({name: values.get(name) for name in _PICKLED_PARAMS})
+        _WeightReferencePickler(pickled, weights).dump(
+            {name: values.get(name) for name in _PICKLED_PARAMS}
+        )
         plain = {name: value for name, value in values.items() if name not in _PICKLED_PARAMS}
         bare = {name: tensor.detach().cpu() for name, tensor in weights.items()}
         state = (
-            tensorfile.dump_tensors(bare)
-            if tensorfile.can_store_as_safetensors(bare)
-            else payload.pack_state(bare)
+            safetensors_bytes.dump_tensors(bare)
+            if safetensors_bytes.can_store_as_safetensors(bare)
+            else state_bytes.pack_state(bare)
         )
         return plain, {"state": state, "objects": pickled.getvalue()}
 
@@ -107,13 +111,13 @@ class TorchModelReader(ParamsReader["TorchModel"]):
         self._given_module = module
         return self
 
-    def restore_parts(self, loaded: TorchModel, parts: dict[str, bytes], path: str) -> None:
-        """Like `ParamsReader.restore_parts`."""
+    def restore_packed_parts(self, loaded: TorchModel, parts: dict[str, bytes], path: str) -> None:
+        """Like `ParamsReader.restore_packed_parts`."""
         state = parts["state"]
         weights = (
-            payload.unpack_state(state)
+            state_bytes.unpack_state(state)
             if state.startswith(_ZIP_MAGIC)
-            else tensorfile.load_tensors(state)
+            else safetensors_bytes.load_tensors(state)
         )
         if self._given_module is not None:
             self._given_module.load_state_dict(weights)
@@ -129,19 +133,21 @@ class TorchModelReader(ParamsReader["TorchModel"]):
 class TorchEstimatorParamsWriter(ParamsWriter):
     """A writer of an estimator."""
 
-    def split_values(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """Like `ParamsWriter.split_values`."""
+    def split_plain_and_packed(
+        self, values: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """Like `ParamsWriter.split_plain_and_packed`."""
         plain, rest = split_plain_json(values)
-        return plain, {"objects": payload.pickle_with_tensors(rest)}
+        return plain, {"objects": state_bytes.pickle_with_tensors(rest)}
 
 
 class TorchEstimatorParamsReader(ParamsReader[Any]):
     """A reader of an estimator."""
 
-    def restore_parts(self, loaded: Any, parts: dict[str, bytes], path: str) -> None:
-        """Like `ParamsReader.restore_parts`."""
+    def restore_packed_parts(self, loaded: Any, parts: dict[str, bytes], path: str) -> None:
+        """Like `ParamsReader.restore_packed_parts`."""
         self.check_pickled_code(path)
-        loaded.setParams(**payload.unpickle_on_cpu(parts["objects"]))
+        loaded.setParams(**state_bytes.unpickle_on_cpu(parts["objects"]))
 
 
 class TorchEstimatorParamsWritable(ParamsWritable):

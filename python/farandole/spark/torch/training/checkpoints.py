@@ -10,10 +10,10 @@ import pickle
 from typing import TYPE_CHECKING, Any
 
 import farandole.torch as hvd
-from farandole.numpy.plain import broadcast_plain
+from farandole.numpy.plain_value_exchange import broadcast_plain
 from farandole.spark.common.show.epoch_reports import write_epoch_checkpoints, write_history
 from farandole.spark.torch.job import TorchTrainingResult
-from farandole.spark.torch.saving import payload
+from farandole.spark.torch.saving import state_bytes
 from farandole.stores.pickle_policy import PickleNotAllowedError
 
 if TYPE_CHECKING:
@@ -60,22 +60,24 @@ class RunCheckpoints:
         Raises:
             ValueError: the checkpoint is of another model or optimizer.
         """
-        found = self._store.resume() if self.rank == 0 else None
+        found = self._store.read_checkpoint_to_resume() if self.rank == 0 else None
         rest = (
-            None if found is None else payload.pack_state(self._load_state(found, model, optimizer))
+            None
+            if found is None
+            else state_bytes.pack_state(self._load_state(found, model, optimizer))
         )
         rest = broadcast_plain(rest, 0)
         # moves its tensors to where the parameters are
         optimizer.load_state_dict(optimizer.state_dict())
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-        return {} if rest is None else payload.unpack_state(rest)
+        return {} if rest is None else state_bytes.unpack_state(rest)
 
     def _load_state(
         self, found: bytes, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> dict[str, Any]:
         try:
-            state = payload.unpack_state(found)
+            state = state_bytes.unpack_state(found)
         except pickle.UnpicklingError as error:
             raise PickleNotAllowedError(
                 f"the checkpoint of run {self._job.run_id!r} contains more than tensors and plain "
@@ -108,7 +110,7 @@ class RunCheckpoints:
         writes = self._store.saving_runs and self.rank == 0
         if not (keeps or writes):
             return
-        packed = payload.pack_state(state())
+        packed = state_bytes.pack_state(state())
         if keeps:
             self.best = packed
         if not writes:
@@ -138,4 +140,4 @@ class RunCheckpoints:
             )
             if best is not None:
                 return TorchTrainingResult(best, history)
-        return TorchTrainingResult(payload.pack_state(state()), history)
+        return TorchTrainingResult(state_bytes.pack_state(state()), history)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from farandole.spark.common.data.source import EpochPosition
+from farandole.spark.common.data.batch_source import EpochPosition
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import farandole.torch as hvd
-from farandole.numpy.plain import allgather_plain
+from farandole.numpy.plain_value_exchange import allgather_plain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -18,10 +18,10 @@ import farandole.torch as hvd
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Sequence
 
-    from farandole.spark.common.data.source import PaddedRankBatch
+    from farandole.spark.common.data.batch_source import PaddedRankBatch
     from farandole.spark.torch.columns.loss_terms import LabelLoss, LossTerm
     from farandole.spark.torch.job import TorchLabel
-    from farandole.spark.torch.training.setup import BatchedSource
+    from farandole.spark.torch.training.process_setup import BatchedSource
 
 
 _ALLREDUCES_AT_ONCE = 4
@@ -44,9 +44,9 @@ class LabelCounter:
         return len(self._pairs)
 
     @property
-    def counts_labels(self) -> bool:
+    def counts_more_than_rows(self) -> bool:
         """Whether a count is more than the number of rows."""
-        return any(loss.counts_labels for loss, _ in self._pairs)
+        return any(loss.counts_more_than_rows for loss, _ in self._pairs)
 
     def count_batch(self, rows: PaddedRankBatch) -> list[float]:
         """Returns what the losses of a batch are divided by, one number per label.
@@ -57,7 +57,7 @@ class LabelCounter:
         counts: list[float] = []
         for loss, one in self._pairs:
             label = rows.columns[one.column.name][: rows.valid]
-            counts.append(loss.count(label.to(getattr(torch, one.dtype)), rows.valid))
+            counts.append(loss.loss_divisor(label.to(getattr(torch, one.dtype)), rows.valid))
         return counts
 
 
@@ -90,7 +90,9 @@ class StepLossDivisors:
             terms: losses of the labels.
         """
         counts = self.wait()
-        parts = [one.step_loss_part(count, self._size) for one, count in zip(terms, counts, strict=True)]
+        parts = [
+            one.step_loss_part(count, self._size) for one, count in zip(terms, counts, strict=True)
+        ]
         return torch.stack(parts).sum()
 
     def wait(self) -> list[float]:
@@ -125,7 +127,7 @@ def batches_with_step_counts(
         steps: batches of the epoch.
         passes: batches that make one step of the optimizer.
     """
-    counts_labels = counter.counts_labels
+    counts_labels = counter.counts_more_than_rows
     waiting: list[PaddedRankBatch] = []
     counts: StepLossDivisors | None = None
     for one in rows:
