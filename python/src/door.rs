@@ -15,7 +15,7 @@ use pyo3::prelude::*;
 pub(crate) fn register_submodule(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(engine_table_capsule, module)?)?;
     module.add_function(wrap_pyfunction!(note_all_joined, module)?)?;
-    module.add_function(wrap_pyfunction!(join_count, module)?)
+    module.add_function(wrap_pyfunction!(completed_join_count, module)?)
 }
 
 /// Takes note that all ranks have joined: the numbers of unnamed operations of the table begin
@@ -27,8 +27,8 @@ fn note_all_joined() {
 
 /// Returns the number of times that all ranks have joined in this session.
 #[pyfunction]
-fn join_count() -> u64 {
-    farandole_ffi::join_count()
+fn completed_join_count() -> u64 {
+    farandole_ffi::completed_join_count()
 }
 
 /// Returns a capsule named `farandole.engine_table` with the table's address, which stays valid

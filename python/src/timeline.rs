@@ -17,8 +17,8 @@ pub(crate) fn register_submodule(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(start_timeline, module)?)?;
     module.add_function(wrap_pyfunction!(stop_timeline, module)?)?;
     module.add_function(wrap_pyfunction!(has_timeline, module)?)?;
-    module.add_function(wrap_pyfunction!(enter_phase, module)?)?;
-    module.add_function(wrap_pyfunction!(leave_phase, module)?)?;
+    module.add_function(wrap_pyfunction!(enter_step_phase, module)?)?;
+    module.add_function(wrap_pyfunction!(leave_step_phase, module)?)?;
     module.add_function(wrap_pyfunction!(stack_request_descriptor, module)?)?;
     module.add_function(wrap_pyfunction!(answer_stack_request, module)?)
 }
@@ -49,17 +49,17 @@ fn has_timeline() -> bool {
 /// Begins a phase of a step, if a timeline is written.
 #[pyfunction]
 #[pyo3(signature = (name, /))]
-fn enter_phase(name: &str) {
+fn enter_step_phase(name: &str) {
     if let Ok(session) = session::current_session() {
-        session.engine().enter_phase(name);
+        session.engine().enter_step_phase(name);
     }
 }
 
 /// Ends the phase that began last.
 #[pyfunction]
-fn leave_phase() {
+fn leave_step_phase() {
     if let Ok(session) = session::current_session() {
-        session.engine().leave_phase();
+        session.engine().leave_step_phase();
     }
 }
 

@@ -295,15 +295,15 @@ def test_a_worker_leaves_a_draining_node_only_while_enough_others_train():
     roll.mark_in_world({0, 1, 2})
     roll.mark_leaving(0, "drained")
     roll.mark_leaving(1, "drained, too")
-    assert roll.take_dismissals() == [(0, "drained")]
+    assert roll.choose_dismissals() == [(0, "drained")]
     assert [task for task in range(3) if roll.must_stay(task)] == [1]
-    assert roll.take_dismissals() == []
+    assert roll.choose_dismissals() == []
     roll.remove_worker(0)
     assert roll.is_report_blocked(), "no worker has rank 0"
     roll.add_worker(3, rank=0)
     roll.mark_in_world({1, 2, 3})
     assert not roll.is_report_blocked()
-    assert roll.take_dismissals() == [(1, "drained, too")]
+    assert roll.choose_dismissals() == [(1, "drained, too")]
     assert not roll.must_stay(1)
     roll.add_worker(4, rank=1)
     roll.mark_in_world({2, 3, 4})

@@ -20,7 +20,7 @@ from farandole._native.store import Store as NativeStore
 from farandole.data import prepare, prepare_data
 from farandole.data.prepared_directories import (
     acquire_resumable_or_emptied_directory,
-    note_finished_partition,
+    record_resumable_partition,
 )
 from farandole.spark.common import LocalStore
 from farandole.spark.common.data.data_cleanup import delete_stale_prepared_data
@@ -295,7 +295,7 @@ def test_a_preparation_that_lost_its_place_deletes_nothing_there(tmp_path, caplo
     assert held.train_url in caplog.text
     for step in (
         lambda: held.empty_and_mark_directory("once c"),
-        lambda: note_finished_partition(held.train_url, held.lease_name, 0, b"{}"),
+        lambda: record_resumable_partition(held.train_url, held.lease_name, 0, b"{}"),
     ):
         with pytest.raises(RuntimeError, match="lost its lease"):
             step()

@@ -439,7 +439,7 @@ def test_data_read_from_files_is_found_by_another_session_and_continues_after_a_
             "train": {"file": file, **side},
             "val": None,
         }
-        prepared_directories.note_finished_partition(
+        prepared_directories.record_resumable_partition(
             str(place), lease, number, json.dumps(part).encode(), source=sources[number]
         )
     NativeStore(str(place)).delete(lease)

@@ -176,7 +176,7 @@ def test_data_that_is_prepared_is_no_data_set_at_any_step_before_all_of_it_is_th
 
     for owner, name in (
         (preparing._OpenPartition, "finish_partition"),
-        (prepared_directories, "note_finished_partition"),
+        (prepared_directories, "record_resumable_partition"),
         (prepare, "commit_partitions"),
         (prepared_directories.PreparedDirectory, "finish_preparation"),
     ):
@@ -185,7 +185,7 @@ def test_data_that_is_prepared_is_no_data_set_at_any_step_before_all_of_it_is_th
     prepare_data(pd.DataFrame({"x": rows, "y": rows}), LocalStore(str(folder)), label_cols=["y"])
     assert steps == [
         ("finish_partition", None),
-        ("note_finished_partition", None),
+        ("record_resumable_partition", None),
         ("commit_partitions", rows),
         ("finish_preparation", rows),
     ]

@@ -130,7 +130,7 @@ pub(crate) fn run_bench(
     table.print_header();
     let sink: Arc<dyn RecordSink> = Arc::clone(&table) as Arc<dyn RecordSink>;
     let report = job.run(&sink, &|| surroundings.requested_stop_level())?;
-    if let Some(reason) = report.failure_reason() {
+    if let Some(reason) = report.job_failure_reason() {
         bail!("{reason}");
     }
     // All ranks may end with status 0 before the first measurement.

@@ -321,7 +321,7 @@ fn try_launching(page: &mut DoctorPage) {
             let sink = std::sync::Arc::new(ConsoleSink::default())
                 as std::sync::Arc<dyn farandole::telemetry::RecordSink>;
             let report = job.run(&sink, &|| StopLevel::Continue)?;
-            match report.failure_reason() {
+            match report.job_failure_reason() {
                 None => Ok("2 were started and ended".to_owned()),
                 Some(reason) => bail!("{reason}"),
             }

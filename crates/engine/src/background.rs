@@ -59,11 +59,11 @@ impl BackgroundThread {
             }
         }
         drop(guard);
-        self.take_drive_request()
+        self.take_background_drive_request()
     }
 
     /// Returns whether a drive was requested since the last call of this function.
-    fn take_drive_request(&self) -> bool {
+    fn take_background_drive_request(&self) -> bool {
         self.drive_requested.swap(false, Ordering::SeqCst)
     }
 }
@@ -91,7 +91,7 @@ fn run_background_loop(inner: &EngineShared) {
     while !background.is_stopping() {
         inner.host.send_heartbeat();
         let called = if listening {
-            background.take_drive_request()
+            background.take_background_drive_request()
         } else {
             background.sleep_until_drive_requested()
         };

@@ -129,13 +129,13 @@ impl Engine {
     }
 
     /// Begins a phase of a training step in the timeline, nested in the phases that are open.
-    pub fn enter_phase(&self, name: &str) {
-        self.tracer.timeline.enter_phase(name);
+    pub fn enter_step_phase(&self, name: &str) {
+        self.tracer.timeline.enter_step_phase(name);
     }
 
     /// Ends the innermost open phase.
-    pub fn leave_phase(&self) {
-        self.tracer.timeline.leave_phase();
+    pub fn leave_step_phase(&self) {
+        self.tracer.timeline.leave_step_phase();
     }
 }
 

@@ -110,12 +110,12 @@ pub(crate) fn group_callbacks(receiver: OutcomeReceiver, count: usize) -> Vec<Co
     (0..count)
         .map(|index| -> CompletionCallback {
             let gathering = Arc::clone(&gathering);
-            Box::new(move |result| record_result(&gathering, index, result))
+            Box::new(move |result| gather_group_result(&gathering, index, result))
         })
         .collect()
 }
 
-fn record_result(
+fn gather_group_result(
     gathering: &Mutex<GroupCompletion>,
     index: usize,
     result: Result<RequestCompletion, Error>,

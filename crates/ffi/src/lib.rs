@@ -20,5 +20,5 @@ mod submission_failure;
 mod table;
 
 pub use farandole_door::CAPSULE_NAME;
-pub use operation_numbers::{join_count, restart_numbers_after_join};
+pub use operation_numbers::{completed_join_count, restart_numbers_after_join};
 pub use table::engine_table;

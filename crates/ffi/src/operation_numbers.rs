@@ -20,7 +20,7 @@ use parking_lot::Mutex;
 #[derive(Default)]
 struct OperationNumbers {
     session: Weak<Session>,
-    join_count: u64,
+    completed_join_count: u64,
     /// The next number among all ranks.
     next_global: u64,
     /// The next number in sets of some ranks, which have no join.
@@ -59,8 +59,8 @@ pub(crate) fn next_operation_suffix(
         };
         *next += 1;
         let number = *next - 1;
-        if everybody && counts.join_count > 0 {
-            format!(".{}.{number}", counts.join_count)
+        if everybody && counts.completed_join_count > 0 {
+            format!(".{}.{number}", counts.completed_join_count)
         } else {
             format!(".{number}")
         }
@@ -72,7 +72,7 @@ pub(crate) fn next_operation_suffix(
 pub fn restart_numbers_after_join() {
     if let Ok(session) = session::current_session() {
         with_operation_numbers(&session, |counts| {
-            counts.join_count += 1;
+            counts.completed_join_count += 1;
             counts.next_global = 0;
         });
     }
@@ -80,7 +80,7 @@ pub fn restart_numbers_after_join() {
 
 /// Returns the number of times that all ranks have joined in this process's session; 0 before there
 /// is one.
-pub fn join_count() -> u64 {
+pub fn completed_join_count() -> u64 {
     session::current_session()
-        .map_or(0, |session| with_operation_numbers(&session, |counts| counts.join_count))
+        .map_or(0, |session| with_operation_numbers(&session, |counts| counts.completed_join_count))
 }

@@ -70,7 +70,11 @@ impl<'a> AgentPool<'a> {
     ) -> Result<()> {
         let mut tasks = self.program.remote_tasks(&self.ticket, host, tasks, self.elastic);
         if is_local {
-            tasks = RemoteTasks { shell: RemoteShell::via_local_shell(), detached: true, ..tasks };
+            tasks = RemoteTasks {
+                shell: RemoteShell::without_connecting_program(),
+                detached: true,
+                ..tasks
+            };
         }
         let (number, sender) = (self.hosts.len(), self.sender.clone());
         // A job that is over receives no more notices.

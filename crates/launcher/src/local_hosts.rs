@@ -26,7 +26,7 @@ pub fn split_local_tasks(
     let placements = place_tasks(hosts, num_proc)?;
     let names: Vec<&str> = placements.iter().map(|placement| placement.host.as_str()).collect();
     let (mut local_tasks, mut remote_placements) = (Vec::new(), Vec::new());
-    for (is_here, placement) in are_local_hosts(&names).into_iter().zip(placements) {
+    for (is_here, placement) in which_hosts_are_local(&names).into_iter().zip(placements) {
         if is_here {
             local_tasks.extend(placement.tasks)
         } else {
@@ -38,7 +38,7 @@ pub fn split_local_tasks(
 
 /// Returns for each name whether it means this host. Names are resolved in parallel, because a
 /// resolver that does not answer takes seconds for each.
-pub(crate) fn are_local_hosts(names: &[&str]) -> Vec<bool> {
+pub(crate) fn which_hosts_are_local(names: &[&str]) -> Vec<bool> {
     let own = local_host_facts::local_addresses();
     let facts = local_host_facts::host_facts();
     thread::scope(|scope| {
@@ -88,6 +88,6 @@ mod tests {
             "no-such-host.invalid",
             "me@localhost",
         ];
-        assert_eq!(are_local_hosts(&names), [true, true, true, true, false, false, false]);
+        assert_eq!(which_hosts_are_local(&names), [true, true, true, true, false, false, false]);
     }
 }

@@ -23,7 +23,7 @@ impl JobReport {
     }
 
     /// Returns the reason why the job ended; `None` if it succeeded.
-    pub fn failure_reason(&self) -> Option<&str> {
+    pub fn job_failure_reason(&self) -> Option<&str> {
         self.first_failure()
             .and_then(|outcome| outcome.reason.as_deref())
             .or_else(|| self.outcomes.iter().find_map(|outcome| outcome.reason.as_deref()))

@@ -137,7 +137,7 @@ impl RemoteShell {
     }
 
     /// Returns a shell on this host, without a connecting program.
-    pub(crate) fn via_local_shell() -> Self {
+    pub(crate) fn without_connecting_program() -> Self {
         Self::from_words(&["/bin/sh", "-c"])
     }
 

@@ -280,7 +280,7 @@ impl EpochSetup {
     /// Returns the least and the most bytes of `rows` padded rows.
     fn padded_bytes_for_rows(&self, rows: usize) -> (u64, u64) {
         let padded = self.selected.iter().filter_map(|column| column.padding.as_ref());
-        padded.map(|padding| padding.padded_byte_bounds(rows)).fold(
+        padded.map(|padding| padding.min_and_max_padded_bytes(rows)).fold(
             (0, 0),
             |(least, max_page_bytes), (short, long)| {
                 (least.saturating_add(short as u64), max_page_bytes.saturating_add(long as u64))

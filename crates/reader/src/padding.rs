@@ -39,7 +39,7 @@ impl RowPadding {
     }
 
     /// Returns the least and the most bytes of `rows` rows.
-    pub(crate) fn padded_byte_bounds(&self, rows: usize) -> (usize, usize) {
+    pub(crate) fn min_and_max_padded_bytes(&self, rows: usize) -> (usize, usize) {
         let bytes = |length: usize| rows.saturating_mul(length).saturating_mul(self.fill.len());
         (bytes(self.padded_length(0)), bytes(self.max_values))
     }
@@ -166,7 +166,7 @@ mod tests {
     #[test]
     fn rows_take_the_shortest_length_at_least_and_the_longest_at_most() {
         let bytes = |most, step, fixed| {
-            RowPadding { fixed, ..padding(&[0; 4], most, step) }.padded_byte_bounds(3)
+            RowPadding { fixed, ..padding(&[0; 4], most, step) }.min_and_max_padded_bytes(3)
         };
         assert_eq!(bytes(8, 1, false), (12, 96));
         assert_eq!(bytes(8, 3, false), (36, 96));

@@ -72,7 +72,7 @@ pub trait LinkSender: Send {
 
     /// Returns true for a link of a simulation: the bytes of its windows have no meaning, so nobody
     /// needs to fill them.
-    fn is_simulated(&self) -> bool {
+    fn carries_no_payload(&self) -> bool {
         false
     }
 
@@ -102,8 +102,8 @@ pub trait LinkReceiver: Send {
     /// `PeerLost` when the peer is gone.
     fn release(&mut self, bytes: usize) -> Result<()>;
 
-    /// Returns true for a link of a simulation, like [`LinkSender::is_simulated`].
-    fn is_simulated(&self) -> bool {
+    /// Returns true for a link of a simulation, like [`LinkSender::carries_no_payload`].
+    fn carries_no_payload(&self) -> bool {
         false
     }
 }

@@ -141,13 +141,20 @@ pub(crate) fn check_names(root: &Path) -> Result<()> {
     if problems.is_empty() { Ok(()) } else { bail!("names:\n  {}", problems.join("\n  ")) }
 }
 
-/// Prints `QUIZ_QUESTIONS` paths and names of types and functions, drawn by a seed.
+/// Prints `QUIZ_QUESTIONS` paths and names of types and functions, drawn by a seed. A method has
+/// its type before it, because no reader meets it without.
 pub(crate) fn print_quiz(root: &Path, seed: u64) -> Result<()> {
     let mut questions = Vec::new();
     for (path, text) in product_files(root)? {
-        for definition in definitions_in(&path, &text, &BTreeSet::new()) {
-            if definition.kind != DefinitionKind::Constant && definition.name.len() > 3 {
-                questions.push(format!("{path}  {}", definition.name));
+        let (definitions, separator) = if path.ends_with(".rs") {
+            (rust_definitions(&text), "::")
+        } else {
+            (python_definitions(&text), ".")
+        };
+        for (kind, name, owner) in definitions {
+            if kind != DefinitionKind::Constant && name.len() > 3 {
+                let owner = owner.map_or_else(String::new, |owner| format!("{owner}{separator}"));
+                questions.push(format!("{path}  {owner}{name}"));
             }
         }
     }
@@ -225,18 +232,23 @@ fn definitions_in(path: &str, text: &str, public_names: &BTreeSet<String>) -> Ve
     };
     found
         .into_iter()
-        .filter(|(_, name)| !is_chosen_by_others(name))
-        .map(|(kind, name)| Definition { kind, name: name.to_owned() })
+        .filter(|(_, name, _)| !is_chosen_by_others(name))
+        .map(|(kind, name, _)| Definition { kind, name: name.to_owned() })
         .collect()
 }
 
-fn rust_definitions(text: &str) -> Vec<(DefinitionKind, &str)> {
+/// Returns kind and name of each definition, and for a method the name of its type.
+fn rust_definitions(text: &str) -> Vec<(DefinitionKind, &str, Option<&str>)> {
     let mut found = Vec::new();
     let mut trait_block_indent = None;
+    let mut owner: Option<(usize, &str)> = None;
     for line in text.lines() {
         let (indent, code) = (line.len() - line.trim_start().len(), line.trim_start());
         if trait_block_indent == Some(indent) && code.starts_with('}') {
             trait_block_indent = None;
+        }
+        if code.starts_with('}') && owner.is_some_and(|(start, _)| start == indent) {
+            owner = None;
         }
         if code.trim_start_matches("unsafe ").starts_with("impl")
             && code.contains(" for ")
@@ -245,45 +257,71 @@ fn rust_definitions(text: &str) -> Vec<(DefinitionKind, &str)> {
             trait_block_indent = Some(indent);
         }
         let item = without_visibility(code);
+        if let Some(name) = block_owner(item)
+            && !code.ends_with('}')
+        {
+            owner = Some((indent, name));
+        }
+        let method_owner = owner.filter(|(start, _)| *start < indent).map(|(_, name)| name);
         let function = ["const ", "async ", "unsafe ", "extern \"C\" "]
             .iter()
             .fold(item, |item, word| item.trim_start_matches(word));
         if let Some(name) = first_identifier(function, &["fn "]) {
             if trait_block_indent.is_none() {
-                found.push((DefinitionKind::Function, name));
+                found.push((DefinitionKind::Function, name, method_owner));
             }
         } else if let Some(name) =
             first_identifier(item, &["struct ", "enum ", "trait ", "unsafe trait ", "union "])
         {
-            found.push((DefinitionKind::Type, name));
+            found.push((DefinitionKind::Type, name, None));
         } else if let Some(name) = first_identifier(item, &["const ", "static "])
             && trait_block_indent.is_none()
             && name.starts_with(|letter: char| letter.is_ascii_uppercase())
         {
-            found.push((DefinitionKind::Constant, name));
+            found.push((DefinitionKind::Constant, name, None));
         }
     }
     found
 }
 
-fn python_definitions(text: &str) -> Vec<(DefinitionKind, &str)> {
+/// Like [`rust_definitions`].
+fn python_definitions(text: &str) -> Vec<(DefinitionKind, &str, Option<&str>)> {
     let mut found = Vec::new();
-    for line in text.lines() {
+    let mut owners: Vec<(usize, &str)> = Vec::new();
+    for line in text.lines().filter(|line| !line.trim().is_empty()) {
         let code = line.trim_start();
+        let indent = line.len() - code.len();
+        if !code.starts_with(')') {
+            owners.retain(|(start, _)| *start < indent);
+        }
         if let Some(name) = first_identifier(code, &["class "]) {
-            found.push((DefinitionKind::Type, name));
+            found.push((DefinitionKind::Type, name, None));
+            owners.push((indent, name));
         } else if let Some(name) = first_identifier(code, &["def ", "async def "]) {
-            found.push((DefinitionKind::Function, name));
+            found.push((DefinitionKind::Function, name, owners.last().map(|(_, name)| *name)));
         } else if let Some(name) = first_identifier(line, &[""])
             && name.len() > 1
             && name.trim_start_matches('_').starts_with(|letter: char| letter.is_ascii_uppercase())
             && !name.contains(|letter: char| letter.is_ascii_lowercase())
             && line[name.len()..].trim_start().starts_with(['=', ':'])
         {
-            found.push((DefinitionKind::Constant, name));
+            found.push((DefinitionKind::Constant, name, None));
         }
     }
     found
+}
+
+/// Returns the type of an `impl` block or the trait whose block begins here.
+fn block_owner(item: &str) -> Option<&str> {
+    let Some(rest) = item.strip_prefix("impl<") else {
+        return first_identifier(item, &["impl ", "trait ", "unsafe trait "]);
+    };
+    let mut depth = 1;
+    let end = rest.find(|letter: char| {
+        depth += i32::from(letter == '<') - i32::from(letter == '>');
+        depth == 0
+    })?;
+    first_identifier(rest[end + 1..].trim_start(), &[""])
 }
 
 /// Returns the code after `pub` and its scope.
@@ -398,9 +436,9 @@ mod tests {
         let text = "impl Drop for A {\n    fn drop(&mut self) {\n    }\n}\nimpl A {\n    pub(crate) \
                     const fn take(&self) {\n    }\n}\npub static MOST: u8 = 1;\nstruct A;\n";
         let expected = [
-            (DefinitionKind::Function, "take"),
-            (DefinitionKind::Constant, "MOST"),
-            (DefinitionKind::Type, "A"),
+            (DefinitionKind::Function, "take", Some("A")),
+            (DefinitionKind::Constant, "MOST", None),
+            (DefinitionKind::Type, "A", None),
         ];
         assert_eq!(rust_definitions(text), expected);
     }
@@ -409,9 +447,9 @@ mod tests {
     fn python_definitions_are_found_at_every_depth() {
         let text = "_MOST = 3\nclass Told:\n    def take(self):\n        pass\n";
         let expected = [
-            (DefinitionKind::Constant, "_MOST"),
-            (DefinitionKind::Type, "Told"),
-            (DefinitionKind::Function, "take"),
+            (DefinitionKind::Constant, "_MOST", None),
+            (DefinitionKind::Type, "Told", None),
+            (DefinitionKind::Function, "take", Some("Told")),
         ];
         assert_eq!(python_definitions(text), expected);
     }

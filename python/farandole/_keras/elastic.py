@@ -79,7 +79,7 @@ class KerasState(ObjectState):
         self._snapshot_variables()
         super().sync()
 
-    def _saved_arrays(self) -> list[Any]:
+    def _last_saved_arrays(self) -> list[Any]:
         return [value for _, value in self._variable_snapshots]
 
     def _apply_arrays(self, arrays: list[Any]) -> None:

@@ -12,5 +12,5 @@ def engine_table_capsule() -> Any:
 def note_all_joined() -> None:
     """Takes note that all ranks have joined: unnamed operations are numbered anew from here on."""
 
-def join_count() -> int:
+def completed_join_count() -> int:
     """The number of times that all ranks have joined in this session."""

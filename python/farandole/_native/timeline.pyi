@@ -7,12 +7,12 @@ def stop_timeline() -> None: ...
 def has_timeline() -> bool:
     """Returns whether a timeline is written in this process."""
 
-def enter_phase(name: str, /) -> None:
+def enter_step_phase(name: str, /) -> None:
     """A phase of a step begins, inside of those that have begun; nothing where no timeline is
     written.
     """
 
-def leave_phase() -> None:
+def leave_step_phase() -> None:
     """The phase that began last ends."""
 
 def stack_request_descriptor() -> int: ...

@@ -100,7 +100,7 @@ class State:
             NotImplementedError: This kind of state cannot.
         """
         stored = StoredCommits(store, run_id, every)
-        self._check_storable()
+        self._refuse_unstorable_state()
         self._stored_commits = stored
 
     def register_reset_callbacks(self, callbacks: list[Callable[[], None]]) -> None:
@@ -264,7 +264,7 @@ class State:
     def _wait_for_copies(self) -> None:
         """Waits for the background work of a commit; there is none by default."""
 
-    def _check_storable(self) -> None:
+    def _refuse_unstorable_state(self) -> None:
         """Raises an error if the state cannot be saved to a store.
 
         Raises:
@@ -364,7 +364,7 @@ class ObjectState(State):
 
     # Contents for the store of `save_to`: attributes, and arrays if a subclass has some.
 
-    def _check_storable(self) -> None:
+    def _refuse_unstorable_state(self) -> None:
         commits.refuse_unstorable_values(
             self._saved_values(),
             commits.is_json_value,
@@ -379,12 +379,12 @@ class ObjectState(State):
             for name, value in saved
         }
 
-    def _saved_arrays(self) -> list[Any]:
+    def _last_saved_arrays(self) -> list[Any]:
         """Arrays that were kept last; nothing changes them."""
         return []
 
     def _pin_commit(self) -> Any:
-        return self._saved_arrays(), copy.deepcopy(self._saved_values())
+        return self._last_saved_arrays(), copy.deepcopy(self._saved_values())
 
     def _pack_commit(self, lent: Any) -> bytes:
         return commits.pack_commit_archive(*lent)
@@ -394,7 +394,7 @@ class ObjectState(State):
 
     def _apply_commit(self, content: Any) -> None:
         arrays, plain = content
-        mine = [_array_shape(array) for array in self._saved_arrays()]
+        mine = [_array_shape(array) for array in self._last_saved_arrays()]
         if mine != [_array_shape(array) for array in arrays]:
             raise ValueError(
                 f"it has {len(arrays)} arrays, and this state {len(mine)}, or they differ in shape"

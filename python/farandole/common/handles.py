@@ -110,7 +110,7 @@ class HandleTable:
         """
         if name is not None:
             return f"{operation}.{name}"
-        if self._join_count != (joins := door.join_count()):
+        if self._join_count != (joins := door.completed_join_count()):
             self._join_count = joins
             self._numbers.pop((), None)
         ranks = (

@@ -52,8 +52,8 @@ def phase(name: str) -> Iterator[None]:
     Args:
         name: Name of the part, such as `augment`.
     """
-    timeline.enter_phase(name)
+    timeline.enter_step_phase(name)
     try:
         yield
     finally:
-        timeline.leave_phase()
+        timeline.leave_step_phase()

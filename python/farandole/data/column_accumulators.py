@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from farandole.data.inputs.number_conversion import to_batch_numbers
+from farandole.data.inputs.number_conversion import dates_and_decimals_to_numbers
 from farandole.data.lazy_pyarrow import pa, pc
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def finite_numbers(column: pa.Array) -> npt.NDArray[Any]:
     Args:
         column: integers, floats, booleans, decimals, dates or times.
     """
-    column = to_batch_numbers(column.drop_null(), "of numbers")
+    column = dates_and_decimals_to_numbers(column.drop_null(), "of numbers")
     values = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
     return values[np.isfinite(values)]
 

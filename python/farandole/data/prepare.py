@@ -632,7 +632,7 @@ class _PartitionedWrite:
         if part is not None:
             self._finish_partition(partition, part, last=True)
         elif partition > number * _PARTITIONS_PER_UNIT:  # the rows ended with a partition
-            prepared_directories.note_finished_partition(
+            prepared_directories.record_resumable_partition(
                 self._directory.train_url,
                 self._directory.lease_name,
                 partition - 1,
@@ -652,7 +652,7 @@ class _PartitionedWrite:
     def _finish_partition(self, partition: int, part: _OpenPartition, *, last: bool) -> None:
         self._parts[partition] = text = part.finish_partition()
         if part.writer is not None or last:
-            prepared_directories.note_finished_partition(
+            prepared_directories.record_resumable_partition(
                 self._directory.train_url, self._directory.lease_name, partition, text, last=last
             )
 

@@ -156,7 +156,7 @@ class PreparedDirectory(LeaseFile):
                 train.delete_content_and_lease(self._file_name)
 
 
-def note_finished_partition(
+def record_resumable_partition(
     train_url: str, lease: str, partition: int, part: bytes, *, last: bool = True, source: str = ""
 ) -> None:
     """Records that a partition is finished, so that a repeated preparation skips it.

@@ -146,7 +146,7 @@ class LightningState(TorchState):
         self._checkpoint = broadcast_object(self._checkpoint, root_rank=0)
         super().sync()
 
-    def _check_storable(self) -> None:
+    def _refuse_unstorable_state(self) -> None:
         raise NotImplementedError(
             "Lightning writes its own checkpoints: give the trainer a ModelCheckpoint, and fit a "
             "ckpt_path"

@@ -75,7 +75,7 @@ class WorkerRoster:
         if task in self._ranks:
             self._leaving[task] = reason
 
-    def take_dismissals(self) -> list[tuple[int, str]]:
+    def choose_dismissals(self) -> list[tuple[int, str]]:
         """Returns the workers that leave now, with reasons. If too few workers would train without
         a worker, it stays and may leave later.
         """
@@ -185,7 +185,7 @@ class ElasticTrainController:
         with self._lock:
             for task, reason in departures:
                 self._roster.mark_leaving(task, reason)
-            leaving = self._roster.take_dismissals()
+            leaving = self._roster.choose_dismissals()
             staying = [
                 (task, reason) for task, reason in departures if self._roster.must_stay(task)
             ]

@@ -131,7 +131,7 @@ def run(
     # loads pyspark.
     from farandole._native import hosts as native  # noqa: PLC0415 - `import farandole` stays light
     from farandole.runner import timelines  # noqa: PLC0415
-    from farandole.runner.elastic.elastic_backend import ElasticBackend, ElasticRunOptions  # noqa: PLC0415
+    from farandole.runner.elastic.elastic_backend import ElasticHostsBackend, ElasticRunOptions  # noqa: PLC0415
     from farandole.runner.show.function_runs import record_run_for_viewer  # noqa: PLC0415
     from farandole.runner.ssh_backend import HostsBackend, SshOptions  # noqa: PLC0415
 
@@ -176,7 +176,7 @@ def run(
     with timelines.collect_timelines(timeline), record_run_for_viewer(ui, func, num_proc) as folder:
         settings["output_folder"] = output_filename or folder
         if elastic.is_elastic:
-            backend = ElasticBackend(
+            backend = ElasticHostsBackend(
                 elastic, num_proc, ssh_options, hosts=hosts, hostfile=hostfile, **settings
             )
         else:

@@ -260,7 +260,7 @@ class _GangRun(EventHandler):
         while not self.agents.all_ended():
             rows_next = len(self.seen.ended) == self.size
             self.handle_waiting_events(_ROW_WAIT_SECONDS if rows_next else _EVENT_WAIT_SECONDS)
-            self.watcher.poll_updates()
+            self.watcher.handle_tick()
             now = time.monotonic()
             if now > self.seen.give_up_at:
                 raise self.first_observed_failure()

@@ -27,7 +27,7 @@ class JobObserver:
     thread of the job, and never raise an exception.
     """
 
-    def poll_updates(self) -> None:
+    def handle_tick(self) -> None:
         """Is called a few times a second."""
 
     def set_placements(self, seats: Iterable[Mapping[str, Any]]) -> None:

@@ -142,7 +142,7 @@ class TensorFlowState(ObjectState):
         self._snapshot_variables()
         super().sync()
 
-    def _saved_arrays(self) -> list[Any]:
+    def _last_saved_arrays(self) -> list[Any]:
         return [
             value.numpy() if isinstance(value, tf.Tensor) else value
             for value in self._variable_snapshots

@@ -140,7 +140,7 @@ class GradientReducer:
         Also runs after every join: a rank that ran out of data before its first step does not know
         the agreement of the others.
         """
-        since = engine.world().generation, door.join_count()
+        since = engine.world().generation, door.completed_join_count()
         if self._as_view or (self._agreed_world == since and not self._has_undecided_slots):
             return
         slots = list(self._slots.values())

@@ -192,7 +192,7 @@ class _StateTransfer:
         name = f"{self._name}.{self._count}"
         self._count += 1
         if self._has_parts:
-            return self._start_parts(name, piece)
+            return self._start_piece_by_alltoall(name, piece)
         if self._is_sender:
             buffer = self._piece_bytes(piece)
         elif self._is_taker and not piece.is_packed:
@@ -201,7 +201,7 @@ class _StateTransfer:
             buffer = torch.empty(piece.byte_count, dtype=torch.uint8)
         return broadcast_async_(buffer, self._roles.senders[0], name)
 
-    def _start_parts(self, name: str, piece: TransferPiece) -> int:
+    def _start_piece_by_alltoall(self, name: str, piece: TransferPiece) -> int:
         senders, takers = self._roles
         splits = [0] * self._size
         if not self._is_sender:

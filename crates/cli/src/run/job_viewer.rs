@@ -63,7 +63,7 @@ impl OptionalJobViewer {
     pub(super) fn show_end(&self, report: &Result<JobReport>) {
         if let Some(watch) = &self.0 {
             match report {
-                Ok(report) => watch.show_end(report.failure_reason(), report.interrupted),
+                Ok(report) => watch.show_end(report.job_failure_reason(), report.interrupted),
                 Err(error) => watch.show_end(Some(&format!("{error:#}")), false),
             }
         }

@@ -249,7 +249,7 @@ fn print_job_report(report: &JobReport, verbose: bool, say: &dyn Fn(&str)) {
             }
         }
     }
-    let Some(reason) = report.failure_reason() else { return };
+    let Some(reason) = report.job_failure_reason() else { return };
     let others = report.outcomes.iter().filter(|outcome| outcome.aborted).count();
     if report.interrupted || others == 0 {
         say(reason);

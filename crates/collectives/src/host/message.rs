@@ -69,13 +69,13 @@ impl MessageProgress {
         if self.is_finished() {
             return Ok(false);
         }
-        let is_simulated = sender.is_simulated();
+        let carries_no_payload = sender.carries_no_payload();
         let window = sender.window()?;
         let wire = window.len().min(self.remaining_bytes()).min(most);
         if wire == 0 {
             return Ok(false);
         }
-        if !is_simulated {
+        if !carries_no_payload {
             let payload = self.unpadded_bytes_of(wire);
             fill(self.done, &mut window[..payload]);
             // The ring still holds bytes of an earlier message.
@@ -96,13 +96,13 @@ impl MessageProgress {
         if self.is_finished() {
             return Ok(false);
         }
-        let is_simulated = receiver.is_simulated();
+        let carries_no_payload = receiver.carries_no_payload();
         let window = receiver.window()?;
         let wire = window.len().min(self.remaining_bytes());
         if wire == 0 {
             return Ok(false);
         }
-        if !is_simulated {
+        if !carries_no_payload {
             drain(self.done, &window[..self.unpadded_bytes_of(wire)]);
         }
         receiver.release(wire)?;

@@ -86,7 +86,7 @@ impl PipelineSchedule {
 
     /// Returns the first position from `slot` on whose message is not empty: inputs of chunks of
     /// `posted`'s part, results of `reduced`'s.
-    fn seek_message(&self, slot: usize, posted: usize, reduced: usize) -> MessagePosition {
+    fn next_nonempty_message(&self, slot: usize, posted: usize, reduced: usize) -> MessagePosition {
         // After an empty chunk of a part, all chunks are empty.
         let find = |member: usize, t: usize| {
             let bytes = if t < self.steps { self.chunk_extent(member, t).1 } else { 0 };
@@ -139,8 +139,8 @@ impl PipelinedAllreduceJob {
             let peer = peers.member_of_link(link);
             PipelineLinkPositions {
                 peer,
-                writing: cut.seek_message(0, peer, member),
-                reading: cut.seek_message(0, member, peer),
+                writing: cut.next_nonempty_message(0, peer, member),
+                reading: cut.next_nonempty_message(0, member, peer),
             }
         };
         let streams = (0..peers.links.len()).map(stream).collect();
@@ -164,7 +164,7 @@ impl PipelinedAllreduceJob {
         let put = |at, to: &mut [u8]| copies.copy_from_list(inputs, start + at, to);
         let any = writing.message.send_window(&mut *link.sender, put)?;
         if writing.message.is_finished() {
-            *writing = self.cut.seek_message(writing.next_slot(), *peer, self.member);
+            *writing = self.cut.next_nonempty_message(writing.next_slot(), *peer, self.member);
         }
         Ok(any)
     }
@@ -180,7 +180,7 @@ impl PipelinedAllreduceJob {
             .message
             .receive_window(&mut *link.receiver, |at, from| store(outputs, start + at, from))?;
         if reading.message.is_finished() {
-            *reading = self.cut.seek_message(reading.next_slot(), self.member, *peer);
+            *reading = self.cut.next_nonempty_message(reading.next_slot(), self.member, *peer);
         }
         Ok(any)
     }
@@ -251,10 +251,16 @@ impl PipelinedAllreduceJob {
             stream.writing.message.advance_by(wire);
             stream.reading.message.advance_by(wire);
             if stream.writing.message.is_finished() {
-                stream.writing =
-                    self.cut.seek_message(stream.writing.next_slot(), stream.peer, self.member);
-                stream.reading =
-                    self.cut.seek_message(stream.reading.next_slot(), self.member, stream.peer);
+                stream.writing = self.cut.next_nonempty_message(
+                    stream.writing.next_slot(),
+                    stream.peer,
+                    self.member,
+                );
+                stream.reading = self.cut.next_nonempty_message(
+                    stream.reading.next_slot(),
+                    self.member,
+                    stream.peer,
+                );
             }
         }
         Ok(true)
@@ -323,7 +329,8 @@ mod tests {
     fn both_ends_of_a_link_see_the_same_sequence_of_messages() {
         for bytes in [64, 65, 5_000, 1 << 20, (3 << 20) + 5] {
             let cut = PipelineSchedule::new(bytes, 3, 64 << 10).unwrap();
-            let (mut writing, mut reading) = (cut.seek_message(0, 2, 1), cut.seek_message(0, 2, 1));
+            let (mut writing, mut reading) =
+                (cut.next_nonempty_message(0, 2, 1), cut.next_nonempty_message(0, 2, 1));
             let (mut posted, mut reduced) = (0, 0);
             while !writing.is_at_end() {
                 assert_eq!(writing, reading);
@@ -334,8 +341,8 @@ mod tests {
                             cut.chunk_extent(1, writing.result_chunk(LOOKAHEAD_CHUNKS).unwrap()).1
                     }
                 }
-                writing = cut.seek_message(writing.next_slot(), 2, 1);
-                reading = cut.seek_message(reading.next_slot(), 2, 1);
+                writing = cut.next_nonempty_message(writing.next_slot(), 2, 1);
+                reading = cut.next_nonempty_message(reading.next_slot(), 2, 1);
             }
             assert_eq!(posted, cut.member_part_start(3) - cut.member_part_start(2));
             assert_eq!(reduced, cut.member_part_start(2) - cut.member_part_start(1));

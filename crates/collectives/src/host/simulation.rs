@@ -355,7 +355,7 @@ impl LinkSender for SimulatedLinkEnd {
         Ok(true)
     }
 
-    fn is_simulated(&self) -> bool {
+    fn carries_no_payload(&self) -> bool {
         true
     }
 }
@@ -385,7 +385,7 @@ impl LinkReceiver for SimulatedLinkEnd {
         Ok(())
     }
 
-    fn is_simulated(&self) -> bool {
+    fn carries_no_payload(&self) -> bool {
         true
     }
 }

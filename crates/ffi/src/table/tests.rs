@@ -155,14 +155,20 @@ fn operations_go_through_the_door_and_refusals_come_back() {
             Arc::new([]),
         )
     };
-    assert_eq!((crate::join_count(), named(), named()), (0, ".2".to_owned(), ".3".to_owned()));
+    assert_eq!(
+        (crate::completed_join_count(), named(), named()),
+        (0, ".2".to_owned(), ".3".to_owned())
+    );
     assert_eq!(
         outcome(call(&a_call(OperationCode::Join), &["j"], &input, None).unwrap()).0,
         EngineStatusCode::Success
     );
-    assert_eq!((crate::join_count(), named(), named()), (1, ".1.0".to_owned(), ".1.1".to_owned()));
+    assert_eq!(
+        (crate::completed_join_count(), named(), named()),
+        (1, ".1.0".to_owned(), ".1.1".to_owned())
+    );
     crate::restart_numbers_after_join();
-    assert_eq!((crate::join_count(), named()), (2, ".2.0".to_owned()));
+    assert_eq!((crate::completed_join_count(), named()), (2, ".2.0".to_owned()));
 
     let unknown = SubmissionHeader { process_set: 9, ..a_call(OperationCode::Allreduce) };
     let (code, text) = call(&unknown, &["a"], &input, None).unwrap_err();
@@ -173,5 +179,5 @@ fn operations_go_through_the_door_and_refusals_come_back() {
     assert!(text.contains("still in flight"), "{text}");
     assert!(call(&SubmissionHeader { operation: 77, ..unknown }, &["a"], &input, None).is_err());
     session::shutdown();
-    assert_eq!(crate::join_count(), 0);
+    assert_eq!(crate::completed_join_count(), 0);
 }

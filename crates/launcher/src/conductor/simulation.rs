@@ -371,7 +371,7 @@ fn check_report(seed: u64, job: SimulatedJob) {
         return;
     }
     assert_eq!(
-        (report.exit_code() == 0, report.failure_reason().is_none()),
+        (report.exit_code() == 0, report.job_failure_reason().is_none()),
         (have_all_succeeded, have_all_succeeded),
         "seed {seed}: CO-2: {workers:?} {report:?}"
     );
@@ -379,7 +379,7 @@ fn check_report(seed: u64, job: SimulatedJob) {
     if have_all_succeeded {
         return;
     }
-    assert_eq!(report.failure_reason(), Some(verdict.reason.as_str()), "seed {seed}: CO-3");
+    assert_eq!(report.job_failure_reason(), Some(verdict.reason.as_str()), "seed {seed}: CO-3");
     let blamed = verdict.cause.map(|task| &workers[&task.0]);
     // A worker may succeed after its connection broke.
     if let Some(SimulatedWorker { end: Some((ExitKind::Code(code), false)), .. }) = blamed

@@ -153,7 +153,7 @@ fn a_job_that_finished_has_the_ends_of_its_last_world_by_rank() {
             ConductorInput::Registrar(finished),
         ],
     );
-    assert_eq!((report.exit_code(), report.failure_reason()), (0, None));
+    assert_eq!((report.exit_code(), report.job_failure_reason()), (0, None));
     let found: Vec<_> = report
         .outcomes
         .iter()
@@ -174,7 +174,7 @@ fn a_failed_job_has_the_exit_code_of_its_cause_and_the_verdicts_words() {
             aborted(None, None),
         ],
     );
-    assert_eq!((report.exit_code(), report.failure_reason()), (3, Some("why")));
+    assert_eq!((report.exit_code(), report.job_failure_reason()), (3, Some("why")));
     assert_eq!(report.first_failure().unwrap().rank, Some(Rank(1)));
 }
 
@@ -196,9 +196,9 @@ fn a_worker_that_failed_before_there_was_a_world_is_the_cause() {
 #[test]
 fn a_job_without_a_failed_worker_is_still_a_failure() {
     let report = elastic_report(&[], &[], vec![aborted(None, None)]);
-    assert_eq!((report.exit_code(), report.failure_reason()), (1, Some("why")));
+    assert_eq!((report.exit_code(), report.job_failure_reason()), (1, Some("why")));
     let report = elastic_report(&[], &[], vec![ConductorInput::StopWanted(StopLevel::Interrupt)]);
-    assert_eq!((report.exit_code(), report.failure_reason()), (1, Some("interrupted")));
+    assert_eq!((report.exit_code(), report.job_failure_reason()), (1, Some("interrupted")));
     assert!(report.interrupted);
 }
 

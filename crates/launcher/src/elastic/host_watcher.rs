@@ -11,7 +11,7 @@ use std::time::Duration;
 use super::discovery::{DiscoverySource, DiscoveryStopFlag};
 use crate::error::{Error, Result};
 use crate::hosts::HostSlots;
-use crate::local_hosts::are_local_hosts;
+use crate::local_hosts::which_hosts_are_local;
 
 /// Interval between two discoveries.
 const DISCOVERY_INTERVAL: Duration = Duration::from_secs(1);
@@ -154,7 +154,7 @@ impl DiscoveryLoop {
             .filter(|name| !self.last_found.is_local_by_name.contains_key(*name))
             .collect();
         let here: Vec<(String, bool)> =
-            new.iter().map(|name| (*name).to_owned()).zip(are_local_hosts(&new)).collect();
+            new.iter().map(|name| (*name).to_owned()).zip(which_hosts_are_local(&new)).collect();
         self.last_found.is_local_by_name.extend(here);
         self.last_found.hosts = hosts;
         Some(self.last_found.clone())

@@ -191,7 +191,7 @@ fn the_failure_of_a_worker_elsewhere_is_the_jobs() {
     let report = run(&job, || StopLevel::Continue).0.unwrap();
     assert_eq!(report.exit_code(), 7);
     assert_eq!(report.first_failure().unwrap().rank.unwrap().0, 2);
-    assert!(report.failure_reason().unwrap().contains("rank 2"), "{report:?}");
+    assert!(report.job_failure_reason().unwrap().contains("rank 2"), "{report:?}");
 }
 
 #[test]
@@ -279,7 +279,7 @@ fn an_interrupt_leaves_time_and_a_second_one_does_not() {
 fn workers_of_an_elastic_job_that_fail_before_a_world_end_it_with_their_code() {
     let report = Bed::new().run_elastic("exit 4", || StopLevel::Continue);
     assert_eq!(report.exit_code(), 4, "{report:?}");
-    assert!(!report.interrupted && report.failure_reason().is_some(), "{report:?}");
+    assert!(!report.interrupted && report.job_failure_reason().is_some(), "{report:?}");
 }
 
 #[test]

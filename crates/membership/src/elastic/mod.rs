@@ -446,7 +446,7 @@ impl ElasticWorker {
         }
     }
 
-    fn host_name(&self) -> &str {
+    fn host_for_messages(&self) -> &str {
         match &self.host_hash {
             _ if !self.host.is_empty() => &self.host,
             Some(host_hash) => &host_hash.0,

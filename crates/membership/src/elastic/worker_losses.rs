@@ -78,8 +78,8 @@ impl ElasticMembership {
         let rank = self.present.as_ref().and_then(|present| present.task_rank(task));
         let host = worker.host.clone();
         let named = match rank {
-            Some(rank) => format!("rank {rank} on {} {reason}", worker.host_name()),
-            None => format!("worker {task} on {} {reason}", worker.host_name()),
+            Some(rank) => format!("rank {rank} on {} {reason}", worker.host_for_messages()),
+            None => format!("worker {task} on {} {reason}", worker.host_for_messages()),
         };
         self.workers.remove(&task);
         self.hosts.record_host_failure(now, &host);

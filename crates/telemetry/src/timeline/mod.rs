@@ -151,12 +151,12 @@ impl Timeline {
     }
 
     /// Begins a phase of a training step, inside the phases that have begun.
-    pub fn enter_phase(&self, name: &str) {
+    pub fn enter_step_phase(&self, name: &str) {
         self.record_event(|| TimelineEventKind::Enter(name.into()));
     }
 
     /// Ends the phase that began last.
-    pub fn leave_phase(&self) {
+    pub fn leave_step_phase(&self) {
         self.record_event(|| TimelineEventKind::Leave);
     }
 

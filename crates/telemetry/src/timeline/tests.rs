@@ -137,7 +137,7 @@ fn phases_of_steps_have_a_track_and_the_file_says_whose_it_is() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("trace.json");
     let timeline = Timeline::default();
-    timeline.enter_phase("nobody listens");
+    timeline.enter_step_phase("nobody listens");
     timeline
         .start_writing(
             &path,
@@ -145,10 +145,10 @@ fn phases_of_steps_have_a_track_and_the_file_says_whose_it_is() {
             TimelineOptions::default(),
         )
         .unwrap();
-    timeline.leave_phase();
-    timeline.enter_phase("step \"1\"");
-    timeline.enter_phase("data");
-    timeline.leave_phase();
+    timeline.leave_step_phase();
+    timeline.enter_step_phase("step \"1\"");
+    timeline.enter_step_phase("data");
+    timeline.leave_step_phase();
     timeline.begin_response_list_span(&track(0, "steps"), "ALLREDUCE", 7);
     timeline.stop_writing().unwrap();
     let records = read(&path);

@@ -12,7 +12,7 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from farandole._native import reader as native
-from farandole.data.inputs.number_conversion import to_batch_numbers
+from farandole.data.inputs.number_conversion import dates_and_decimals_to_numbers
 from farandole.data.lazy_pyarrow import ds, is_text_type, pa
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def partition_text(value: Any, kind: pa.DataType, name: str) -> str | None:
         kind: Type of the column.
         name: Name of the column, for messages.
     """
-    number = to_batch_numbers(pa.array([value], kind), name)[0].as_py()
+    number = dates_and_decimals_to_numbers(pa.array([value], kind), name)[0].as_py()
     if number is None:
         return None
     return str(number).lower() if isinstance(number, bool) else str(number)
@@ -135,7 +135,7 @@ def partition_dtype(kind: pa.DataType) -> str:
     """
     if is_text_type(kind):
         return "utf8"
-    number = to_batch_numbers(pa.array([], kind), "").type
+    number = dates_and_decimals_to_numbers(pa.array([], kind), "").type
     if not (
         pa.types.is_boolean(number) or pa.types.is_integer(number) or pa.types.is_floating(number)
     ):

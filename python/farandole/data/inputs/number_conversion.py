@@ -20,7 +20,7 @@ _NANOSECONDS_PER_MICROSECOND = 1000
 _MILLISECONDS_PER_DAY = 86_400_000
 
 
-def to_batch_numbers(column: Any, name: str) -> Any:
+def dates_and_decimals_to_numbers(column: Any, name: str) -> Any:
     """Returns a column whose dates, times and decimals are numbers; other columns as they are.
 
     Args:

@@ -21,7 +21,7 @@ from urllib.parse import unquote, urlsplit
 
 from farandole.data.columns import refuse_missing_columns
 from farandole.data.inputs.frames import is_spark_dataframe
-from farandole.data.inputs.number_conversion import to_batch_numbers
+from farandole.data.inputs.number_conversion import dates_and_decimals_to_numbers
 from farandole.data.inputs.sources import open_source
 from farandole.data.inputs.spark_vectors import decode_spark_vectors
 from farandole.data.inputs.tensor_columns import nested_lists_as_tensors
@@ -391,7 +391,7 @@ def _batch_for_parquet(batch: pa.RecordBatch) -> pa.RecordBatch:
         if pa.types.is_dictionary(field.type) and pa.types.is_string_view(field.type.value_type):
             stored = column.dictionary.cast(pa.string()).take(column.indices)
         if pa.types.is_temporal(field.type) and not pa.types.is_interval(field.type):
-            stored = to_batch_numbers(column, field.name)
+            stored = dates_and_decimals_to_numbers(column, field.name)
         columns.append(stored)
         fields.append(field.with_type(stored.type))
     return pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))

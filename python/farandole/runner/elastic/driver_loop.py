@@ -112,7 +112,7 @@ class _ElasticJobRun(EventHandler):
         self.pool.start_workers()
         while not self.finished:
             self.handle_waiting_events(_EVENT_WAIT_SECONDS)
-            self.watcher.poll_updates()
+            self.watcher.handle_tick()
             if self.failed is not None:
                 self.handle_waiting_events(_EVENT_WAIT_SECONDS)  # a result may come with the exit
                 error, origin = self.job_failure(self.failed)
@@ -155,7 +155,7 @@ class _ElasticJobRun(EventHandler):
                 break
             missing = unfinished
             self.handle_waiting_events(_EVENT_WAIT_SECONDS)
-            self.watcher.poll_updates()
+            self.watcher.handle_tick()
         endings = [self.task_outcome(seat["task"], seat["rank"], seat["host"]) for seat in seats]
         return results_by_rank(endings, len(seats))
 

@@ -123,7 +123,7 @@ class ElasticRunOptions:
         return self.discovery
 
 
-class ElasticBackend(LocalBackend):
+class ElasticHostsBackend(LocalBackend):
     """Workers that come and go, without Spark.
 
     Args:

@@ -84,13 +84,13 @@ class TrainingRun(JobObserver):
         self._step_at = self._ranks_at = self._logged_at = -math.inf
         self._put_run()
 
-    def poll_updates(self) -> None:
-        """Like `JobObserver.poll_updates`."""
+    def handle_tick(self) -> None:
+        """Like `JobObserver.handle_tick`."""
         if self._poll_callback is not None:
             self._poll_callback()
 
     def set_poll_callback(self, ask: Callable[[], None]) -> None:
-        """Sets a function that every `poll_updates` calls, if there is a plugin.
+        """Sets a function that every `handle_tick` calls, if there is a plugin.
 
         Args:
             ask: Asks the plugin for events of the job.

@@ -91,7 +91,7 @@ class RendezvousHost:
     def _record_events(self) -> None:
         # Spark may start the gang again, with another first task. Its files have a later name, so
         # that the driver reads them as new events.
-        files = _StoredEventWriter(self._rendezvous.spill, f"{time.time_ns():020d}")
+        files = _SpillEventWriter(self._rendezvous.spill, f"{time.time_ns():020d}")
         written = time.monotonic()
         while (
             len(self._ended_tasks) < self._rendezvous.size and time.monotonic() < self._record_until
@@ -121,7 +121,7 @@ class RendezvousHost:
         return fields
 
 
-class _StoredEventWriter:
+class _SpillEventWriter:
     """The numbered files of one host. If a write fails, its file is written again with the same
     content, because the store may have it although the answer was lost. New events wait.
 

@@ -195,7 +195,7 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
                 interval=self.getLrSchedulerInterval(),
                 losses=losses,
                 loss_weights=self.getLossWeights() or [1.0 / len(names)] * len(names),
-                metrics=self._metric_groups(),
+                metrics=self._functions_by_metric(),
                 inputs=sampled.inputs,
                 labels=labels,
                 weight=self.getSampleWeightCol(),

@@ -126,7 +126,7 @@ class TorchEstimator(TorchEstimatorBase):
             optimizer=self.getOptimizer(),
             losses=self._label_losses(),
             constructed=self.getLoss() is None,
-            metrics=self._metric_groups(),
+            metrics=self._functions_by_metric(),
             compression=self.getGradientCompression(),
             scheduler=self.getLrScheduler(),
             train_minibatch=self.getTrainMinibatchFn(),

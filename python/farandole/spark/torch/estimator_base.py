@@ -92,7 +92,7 @@ class TorchEstimatorBase(
             raise ValueError(f"loss needs one loss, or one per label column {count}: {len(losses)}")
         return losses
 
-    def _metric_groups(self) -> list[list[Any]]:
+    def _functions_by_metric(self) -> list[list[Any]]:
         metrics = self.getMetrics() or []
         return [list(one) if isinstance(one, list | tuple) else [one] for one in metrics]
 

@@ -261,7 +261,7 @@ class TorchState(ObjectState):
 
     # Contents for the store of `save_to`.
 
-    def _check_storable(self) -> None:
+    def _refuse_unstorable_state(self) -> None:
         refuse_unstorable_values(
             self._saved_values(),
             _is_loadable_without_code,

@@ -347,7 +347,7 @@ impl HalvingSchedule {
     }
 
     /// Returns the first message, starting at `slot`.
-    fn seek_message(
+    fn next_nonempty_message(
         &self,
         slot: usize,
         halving_link: &HalvingLink,
@@ -364,7 +364,7 @@ impl HalvingSchedule {
         halving_link: &HalvingLink,
         direction: LinkDirection,
     ) -> MessagePosition {
-        self.seek_message(0, halving_link, direction)
+        self.next_nonempty_message(0, halving_link, direction)
     }
 
     /// Returns the position after this one.
@@ -374,7 +374,7 @@ impl HalvingSchedule {
         halving_link: &HalvingLink,
         direction: LinkDirection,
     ) -> MessagePosition {
-        self.seek_message(position.next_slot(), halving_link, direction)
+        self.next_nonempty_message(position.next_slot(), halving_link, direction)
     }
 
     /// Returns the next early message that is not empty: its chunk and its bytes.

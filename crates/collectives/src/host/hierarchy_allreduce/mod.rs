@@ -155,8 +155,8 @@ impl HierarchicalAllreduceJob {
             .ok_or_else(|| peers.ring_too_small_error())?;
         let (member, host) = (peers.member, hosts.own_host());
         let stream = |route: &HierarchyRoute| LinkPositions {
-            writing: schedule.seek_message(0, &route.out),
-            reading: schedule.seek_message(0, &route.back),
+            writing: schedule.next_nonempty_message(0, &route.out),
+            reading: schedule.next_nonempty_message(0, &route.back),
         };
         let local = peers.local_links();
         let before = |link| routes.partition_point(|route| route.link < link);

@@ -159,7 +159,11 @@ impl HierarchySchedule {
     }
 
     /// Returns the first position, from `slot`, with a message that is not empty.
-    pub(super) fn seek_message(&self, slot: usize, direction: &RouteDirection) -> MessagePosition {
+    pub(super) fn next_nonempty_message(
+        &self,
+        slot: usize,
+        direction: &RouteDirection,
+    ) -> MessagePosition {
         // Chunks never get longer: if a message is empty, all later messages of its turns are
         // empty, too.
         let find = |turns: Option<ChunkStride>, from, bytes: &dyn Fn(usize) -> usize| {
@@ -184,7 +188,7 @@ impl HierarchySchedule {
         position: MessagePosition,
         direction: &RouteDirection,
     ) -> MessagePosition {
-        self.seek_message(position.next_slot(), direction)
+        self.next_nonempty_message(position.next_slot(), direction)
     }
 
     fn operand_message_bytes(
@@ -302,7 +306,7 @@ mod tests {
                 {
                     let direction = RouteDirection::new(&hosts, from, to);
                     let mut found = Vec::new();
-                    let mut position = schedule.seek_message(0, &direction);
+                    let mut position = schedule.next_nonempty_message(0, &direction);
                     while !position.is_at_end() {
                         found.push((position.slot, position.message.remaining_bytes()));
                         position = schedule.next_message(position, &direction);

@@ -394,7 +394,7 @@ class _PartitionCompletionLog:
 
     def record_partition(self, partition: int, part: bytes) -> None:
         if self.sources is not None and partition < len(self.sources):
-            prepared_directories.note_finished_partition(
+            prepared_directories.record_resumable_partition(
                 self.train_url, self.lease, partition, part, source=self.sources[partition]
             )
 

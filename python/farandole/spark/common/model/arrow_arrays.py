@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from farandole.data.inputs.number_conversion import to_batch_numbers
+from farandole.data.inputs.number_conversion import dates_and_decimals_to_numbers
 from farandole.data.inputs.spark_vectors import is_spark_vector_type, spark_vectors_as_lists
 from farandole.data.ragged import lengths_column_name
 
@@ -134,7 +134,7 @@ def column_to_array(
     is_number = pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)
     is_scalar = is_number or is_time or pa.types.is_decimal(kind)
     if is_scalar:
-        column = to_batch_numbers(column, name)
+        column = dates_and_decimals_to_numbers(column, name)
         if pa.types.is_float16(column.type):
             column = column.cast(pa.float32())
     if is_scalar and fill is not None:
@@ -203,7 +203,7 @@ def _fill_scalar(numbers: pa.DataType, kind: pa.DataType, name: str, text: str) 
     kinds = [numbers, kind] if pa.types.is_temporal(kind) else [numbers]
     for one in kinds:
         try:
-            return to_batch_numbers(pa.array([text]).cast(one), name)[0]
+            return dates_and_decimals_to_numbers(pa.array([text]).cast(one), name)[0]
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
             continue
     return None

@@ -89,8 +89,8 @@ class StepMeter:
         if self.on:
             self._data_seconds += self._clock() - self._last_step_end
         if self._in_step:
-            timeline.leave_phase()
-            timeline.enter_phase("compute")
+            timeline.leave_step_phase()
+            timeline.enter_step_phase("compute")
 
     def trace_phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Shows a part of a step in the timeline.
@@ -166,14 +166,14 @@ class StepMeter:
         """Begins a step in the timeline, with its wait for data."""
         if self.traced:
             self._in_step = True
-            timeline.enter_phase("step")
+            timeline.enter_step_phase("step")
             if self._sees_data:
-                timeline.enter_phase("data")
+                timeline.enter_step_phase("data")
 
     def _close_step_span(self) -> None:
         """Ends the step in the timeline, and the spans within it."""
         if self._in_step:
             self._in_step = False
             if self._sees_data:
-                timeline.leave_phase()
-            timeline.leave_phase()
+                timeline.leave_step_phase()
+            timeline.leave_step_phase()
