@@ -31,7 +31,7 @@ KILLED = """
 import os, sys
 from farandole.spark.job.spill import JobSpillDirectory
 spill = JobSpillDirectory.create_in_store(sys.argv[1])
-spill.write_object(b"left")
+spill.write_hashed_bytes(b"left")
 os.kill(os.getpid(), 9)
 """
 
@@ -72,10 +72,10 @@ def test_files_of_a_killed_driver_are_deleted_when_the_next_one_starts(tmp_path)
     left = list(runs.glob("_spill/*"))
     assert len(left) == 1
     mine = JobSpillDirectory.create_in_store(str(tmp_path))
-    stored = mine.write_object(b"mine")
+    stored = mine.write_hashed_bytes(b"mine")
     assert [path.name for path in runs.glob("_spill/*")] == [mine.url.rpartition("/")[2]]
     other = JobSpillDirectory.create_in_store(str(tmp_path))
-    assert mine.read_object(stored) == b"mine", "a driver that lives keeps its own"
+    assert mine.read_hashed_bytes(stored) == b"mine", "a driver that lives keeps its own"
     for spill in (mine, other):
         spill.delete_directory()
     assert not list(runs.glob("_spill/*"))

@@ -73,7 +73,7 @@ def test_a_model_larger_than_a_row_of_spark_is_fitted_and_such_a_result_names_th
 
 def test_a_spilled_result_that_was_tampered_with_is_not_unpickled(tmp_path):
     spill = JobSpillDirectory.create_in_store(LocalStore(str(tmp_path)))
-    stored = spill.write_object(b"\x80\x05N.")
+    stored = spill.write_hashed_bytes(b"\x80\x05N.")
     assert stored.name == hashlib.sha256(b"\x80\x05N.").hexdigest()
     (file,) = tmp_path.rglob(stored.name)
     file.write_bytes(b"cos\nsystem\n(S'true'\ntR.")

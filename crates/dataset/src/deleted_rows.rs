@@ -42,7 +42,7 @@ impl DeletedRows {
 
     /// Returns the stored rows that are number `living.start` to `living.end` of the living rows,
     /// as ascending ranges.
-    pub fn stored_ranges(&self, living: Range<u64>) -> Vec<Range<u64>> {
+    pub fn stored_row_ranges(&self, living: Range<u64>) -> Vec<Range<u64>> {
         let mut ranges: Vec<Range<u64>> = Vec::new();
         let (mut stored, mut counted) = (0_u64, 0_u64);
         let mut add = |run: u64, counted: u64, stored: u64| {
@@ -95,7 +95,7 @@ mod tests {
             assert_eq!(mask.count(), Some(deleted.len() as u64));
             for start in 0..=living.len() {
                 for end in start..=living.len() {
-                    let ranges = mask.stored_ranges(start as u64..end as u64);
+                    let ranges = mask.stored_row_ranges(start as u64..end as u64);
                     let found: Vec<u64> = ranges.iter().cloned().flatten().collect();
                     assert_eq!(found, living[start..end], "{deleted:?} {start}..{end}");
                     assert!(ranges.windows(2).all(|two| two[0].end < two[1].start), "{ranges:?}");

@@ -177,9 +177,9 @@ impl DataFile {
     }
 
     /// Returns the stored rows that are some living rows of a row group, as ascending ranges.
-    pub fn stored_ranges(&self, group: usize, living: Range<u64>) -> Vec<Range<u64>> {
+    pub fn stored_row_ranges(&self, group: usize, living: Range<u64>) -> Vec<Range<u64>> {
         match self.deleted.get(group) {
-            Some(deleted) => deleted.stored_ranges(living),
+            Some(deleted) => deleted.stored_row_ranges(living),
             None => vec![living],
         }
     }
@@ -377,8 +377,8 @@ mod tests {
         let made = Manifest::new("f".into(), plain.columns, vec![file]);
         assert_eq!(made.format, 2);
         assert_eq!(Manifest::parse_json(made.to_json().unwrap().as_bytes()).unwrap(), made);
-        assert_eq!(made.files[0].stored_ranges(0, 0..2), vec![1..3; 1]);
-        assert_eq!(made.files[0].stored_ranges(1, 0..1), vec![0..1; 1]);
+        assert_eq!(made.files[0].stored_row_ranges(0, 0..2), vec![1..3; 1]);
+        assert_eq!(made.files[0].stored_row_ranges(1, 0..1), vec![0..1; 1]);
         let other = made.to_json().unwrap();
         assert!(
             !plain.files[0].is_of_table() && other.contains("\"deleted\":[[0,1,2,1],[]]"),

@@ -167,7 +167,7 @@ impl BlockDecoder<'_> {
         let files = &self.dataset.manifest().files;
         let path = files.get(part.file).map_or("", |file| &file.path);
         let file = self.dataset.store().display_path(path);
-        let stored = self.dataset.stored_ranges(part);
+        let stored = self.dataset.stored_row_ranges(part);
         let origin = ValueOrigin {
             file: &file,
             group: part.group,

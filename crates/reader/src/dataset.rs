@@ -309,14 +309,14 @@ impl ParquetDataset {
     }
 
     /// Returns the rows of a part's row group that are the rows of the part, as ascending ranges.
-    pub(crate) fn stored_ranges(&self, part: &PlanPart) -> Vec<Range<u64>> {
+    pub(crate) fn stored_row_ranges(&self, part: &PlanPart) -> Vec<Range<u64>> {
         let file = self.manifest.files.get(part.file);
-        file.map_or_else(Vec::new, |file| file.stored_ranges(part.group, part.rows.clone()))
+        file.map_or_else(Vec::new, |file| file.stored_row_ranges(part.group, part.rows.clone()))
     }
 
     /// Returns the number of rows from the first to the last row of a part in its row group.
     pub(crate) fn stored_row_span(&self, part: &PlanPart) -> u64 {
-        let ranges = self.stored_ranges(part);
+        let ranges = self.stored_row_ranges(part);
         let ends = ranges.first().zip(ranges.last());
         ends.map_or(0, |(first, last)| last.end - first.start)
     }

@@ -79,8 +79,8 @@ impl DecodePlan {
         let Some(data) = dataset.manifest().files.get(part.file) else { return Err(Error::Ended) };
         let footer = dataset.file_footer(part.file)?;
         let file = dataset.store().display_path(&data.path);
-        let group = checked_row_group(&footer, data, part, &file)?;
-        let stored_rows = data.stored_ranges(part.group, part.rows.clone());
+        let group = unchanged_row_group(&footer, data, part, &file)?;
+        let stored_rows = data.stored_row_ranges(part.group, part.rows.clone());
         let span = span_of_row_ranges(&stored_rows);
         let whole =
             span.start == 0 && span.end >= u64::try_from(group.num_rows()).unwrap_or_default();
@@ -182,7 +182,7 @@ impl DecodePlan {
             Some(fetched) => Ok(fetched.clone()),
             None => FetchedRanges::new(dataset.store(), &data.path, ranges, data.bytes),
         };
-        let group = checked_row_group(&self.footer, data, part, &self.file)?;
+        let group = unchanged_row_group(&self.footer, data, part, &self.file)?;
         let own = self.ranges.get(index).map_or(&[][..], Vec::as_slice);
         let span = span_of_row_ranges(&self.stored_rows);
         let mut nulls = 0;
@@ -441,7 +441,7 @@ fn convert_times(
 }
 
 /// Returns the row group of a part, if the file still has the stated number of rows.
-fn checked_row_group<'a>(
+fn unchanged_row_group<'a>(
     footer: &'a ArrowReaderMetadata,
     data: &DataFile,
     part: &PlanPart,

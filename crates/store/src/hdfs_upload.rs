@@ -20,7 +20,7 @@ use object_store::{
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
 
-use crate::hdfs_retry::{
+use crate::hdfs_failures::{
     RetryClock, RetryingHdfs, generic_error, transfer_timeout, translate_error, within,
 };
 use crate::http_client::PIECE_BYTES;
@@ -278,7 +278,7 @@ mod tests {
     use tokio::time::{Instant, sleep, timeout};
 
     use super::*;
-    use crate::remote::FIRST_RETRY_PAUSE;
+    use crate::retry_pauses::FIRST_RETRY_PAUSE;
 
     fn refused() -> HdfsError {
         HdfsError::IOError(std::io::ErrorKind::ConnectionRefused.into())

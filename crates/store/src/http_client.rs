@@ -296,6 +296,11 @@ impl Resolve for ShuffledAddresses {
     }
 }
 
+/// Returns whether an endpoint is plain HTTP. A user who gives `http://` accepts that.
+pub(crate) fn is_plain_http(endpoint: Option<&String>) -> bool {
+    endpoint.is_some_and(|endpoint| endpoint.starts_with("http://"))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -20,7 +20,7 @@ use object_store::client::{
 };
 use tokio::time::{Instant, Sleep, sleep, sleep_until};
 
-use crate::credentials::CredentialSigner;
+use crate::credentials::{CredentialRefusal, CredentialSigner};
 use crate::http_client::{PIECE_BYTES, PiecewiseClient, UploadProgress};
 use crate::store_operation::{
     CopyState, note_copy_state, note_failed_attempt, note_refused_credential,
@@ -163,12 +163,6 @@ fn error_chain(error: &dyn std::error::Error) -> String {
         next = error.source();
     }
     text
-}
-
-/// An answer by which a service refuses a credential.
-pub(crate) struct CredentialRefusal {
-    /// Whether the service says that the credential has expired, in contrast to missing permission.
-    pub(crate) says_expired: bool,
 }
 
 /// Returns whether an answer refuses the credential, with the same answer again.

@@ -37,7 +37,9 @@ mod backend_wait;
 mod credentials;
 mod data_sweep;
 mod error;
+mod file_entry;
 mod fork_reset_value;
+mod hdfs_failures;
 mod hdfs_retry;
 mod hdfs_upload;
 mod http_client;
@@ -53,15 +55,16 @@ mod options;
 mod prepared_files;
 mod ranged_reads;
 mod remote;
+mod retry_pauses;
 mod store;
 mod store_operation;
-mod upload;
 
 pub use credentials::{CredentialValues, register_credential_function, set_environment_guard};
 pub use data_sweep::{
     SkippedDirectory, StaleData, SweepLimits, SweptDirectory, find_stale_data, sweep_stale_data,
 };
 pub use error::{Error, Fault, Result};
+pub use file_entry::FileEntry;
 pub use layout::{LayoutOverrides, StoreLayout};
 pub use lease::{
     acquire_lease, check_lease, delete_content_and_lease, delete_content_keep_lease,
@@ -72,5 +75,4 @@ pub use opened_file::OpenedFile;
 pub use options::{BackendOptions, configure_options, configured_options};
 pub use prepared_files::{find_foreign_file, is_prepared_part_name};
 pub use remote::object_store_options;
-pub use store::{DirectoryItem, FileEntry, Store, reread_if_replaced};
-pub use upload::StoreUpload;
+pub use store::{DirectoryItem, Store, StoreUpload, reread_if_replaced};

@@ -14,7 +14,7 @@ use std::time::{Duration, SystemTime};
 use rustix::fs::{AtFlags, CWD, Dir, FileType, Mode, OFlags, Stat, openat, statat, unlinkat};
 use rustix::io::Errno;
 
-use crate::store::FileEntry;
+use crate::file_entry::FileEntry;
 
 /// Deepest nesting of directories in a store. Each level needs an open file.
 const MAX_DEPTH: usize = 100;

@@ -9,10 +9,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use hdfs_native_object_store::HdfsObjectStoreBuilder;
+use object_store::ObjectStore;
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
 use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
 use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
-use object_store::{BackoffConfig, ObjectStore, RetryConfig};
 
 use crate::backend_wait;
 use crate::credentials::{
@@ -20,10 +20,12 @@ use crate::credentials::{
     SourceEnvironment,
 };
 use crate::error::{Error, Result};
-use crate::hdfs_retry::{RetryingHdfs, translate_error};
+use crate::hdfs_failures::{RetryingHdfs, translate_error};
+use crate::http_client::is_plain_http;
 use crate::http_deadlines::DeadlineConnector;
 use crate::location::{StorageService, StoreLocation};
 use crate::options::{self, BackendOptions};
+use crate::retry_pauses::retry_config;
 
 /// Option names of fsspec (left) and of the backend (right), for callers with `storage_options`.
 const S3_OPTION_NAMES: &[(&str, &str)] = &[
@@ -48,26 +50,6 @@ const AZURE_OPTION_NAMES: &[(&str, &str)] = &[
     ("client_secret", "azure_storage_client_secret"),
     ("anon", "azure_skip_signature"),
 ];
-
-/// First pause between two attempts.
-pub(crate) const FIRST_RETRY_PAUSE: Duration = Duration::from_millis(100);
-
-/// Returns the longest pause between two attempts.
-pub(crate) fn longest_retry_pause(timeout: Duration) -> Duration {
-    // With the default timeout of 3 minutes, both limits are 15 s.
-    Duration::from_secs(15).min(timeout / 12).max(FIRST_RETRY_PAUSE)
-}
-
-/// Returns the retry settings. Only the time limits them, because services ask for minutes of
-/// patience: S3 while it splits a partition. The pauses grow and are random.
-pub(crate) fn retry_config(timeout: Duration) -> RetryConfig {
-    let max_backoff = longest_retry_pause(timeout);
-    let backoff = BackoffConfig { init_backoff: FIRST_RETRY_PAUSE, max_backoff, base: 2.0 };
-    // More pauses than the timeout has room for.
-    let pauses = 2 * timeout.as_millis() / FIRST_RETRY_PAUSE.as_millis();
-    let max_retries = usize::try_from(pauses).unwrap_or(usize::MAX);
-    RetryConfig { backoff, max_retries, retry_timeout: timeout }
-}
 
 /// Opens the backend of `root`, which is scheme and bucket.
 pub(crate) fn open_backend(
@@ -255,11 +237,6 @@ fn typed_options<K: FromStr>(
     let (theirs, _) =
         credentials::split_options(&options_with_backend_names(service, options), OWN_OPTION_NAMES);
     theirs.into_iter().map(read).collect()
-}
-
-/// Returns whether an endpoint is plain HTTP. A user who gives `http://` accepts that.
-pub(crate) fn is_plain_http(endpoint: Option<&String>) -> bool {
-    endpoint.is_some_and(|endpoint| endpoint.starts_with("http://"))
 }
 
 fn s3_builder(root: &str, options: &BackendOptions) -> Result<AmazonS3Builder> {

@@ -288,8 +288,14 @@ fn rust_definitions(text: &str) -> Vec<(DefinitionKind, &str, Option<&str>)> {
 fn python_definitions(text: &str) -> Vec<(DefinitionKind, &str, Option<&str>)> {
     let mut found = Vec::new();
     let mut owners: Vec<(usize, &str)> = Vec::new();
+    let mut is_in_string = false;
     for line in text.lines().filter(|line| !line.trim().is_empty()) {
         let code = line.trim_start();
+        let was_in_string = is_in_string;
+        is_in_string ^= line.matches("\"\"\"").count() % 2 == 1;
+        if was_in_string {
+            continue;
+        }
         let indent = line.len() - code.len();
         if !code.starts_with(')') {
             owners.retain(|(start, _)| *start < indent);
@@ -445,7 +451,8 @@ mod tests {
 
     #[test]
     fn python_definitions_are_found_at_every_depth() {
-        let text = "_MOST = 3\nclass Told:\n    def take(self):\n        pass\n";
+        let text = "\"\"\"An example:\n\nclass Example:\n\"\"\"\n_MOST = 3\nclass Told:\n    def \
+                    take(self):\n        pass\n";
         let expected = [
             (DefinitionKind::Constant, "_MOST", None),
             (DefinitionKind::Type, "Told", None),

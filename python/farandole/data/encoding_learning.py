@@ -319,7 +319,7 @@ class EncodingSpec:
             for word in wanted:
                 tally = learner.accumulators[name, word]
                 if word.startswith("longest "):
-                    ragged[name] = self.ragged[name].known(
+                    ragged[name] = self.ragged[name].to_ragged_column(
                         word.removeprefix("longest "), tally.value
                     )
                     continue

@@ -612,7 +612,7 @@ def _resolve_paths_and_options(
         store_options.StorageOptions(urls, storage_options).apply_to_process()
     else:
         for url in urls:
-            store_options.apply_store_options(url)
+            store_options.apply_options_covering_url(url)
     return urls[0] if is_single else list(urls)
 
 

@@ -65,7 +65,7 @@ class Pad:
         if isinstance(self.value, bool) or not isinstance(self.value, Real):
             raise TypeError(f"value of a ragged column must be a number: {self.value!r}")
 
-    def known(self, dtype: str, longest: int) -> RaggedColumn:
+    def to_ragged_column(self, dtype: str, longest: int) -> RaggedColumn:
         """Returns the column, once its rows were looked at.
 
         Args:
@@ -92,7 +92,7 @@ class Nested:
         """Refuses impossible values."""
         _check_whole_numbers(max_length=self.max_length)
 
-    def known(self, dtype: str, longest: int) -> RaggedColumn:
+    def to_ragged_column(self, dtype: str, longest: int) -> RaggedColumn:
         """Like `Pad.known`."""
         padded_length = self.max_length or longest
         return RaggedColumn(dtype, 0, padded_length, padded_length, nested=True)

@@ -170,7 +170,7 @@ _OPTIONS_OF_STORES: Final[weakref.WeakValueDictionary[int, StorageOptions]] = (
 """The options of the stores of this process, by their identity."""
 
 
-def apply_store_options(url: str) -> None:
+def apply_options_covering_url(url: str) -> None:
     """Puts the options of a store of this process in force, if the URL is in the store.
 
     Args:

@@ -249,7 +249,7 @@ fn machine_identity_provider(
     }
     let built = builder
         .with_http_connector(DeadlineConnector::new(timeout, false))
-        .with_retry(crate::remote::retry_config(timeout))
+        .with_retry(crate::retry_pauses::retry_config(timeout))
         .build()
         .map_err(|error| CredentialError::new(MACHINE_ORIGIN, error))?;
     Ok(Arc::clone(built.credentials()))

@@ -19,7 +19,7 @@ use super::{
     find_credential_function, parse_expiry,
 };
 use crate::http_deadlines::DeadlineConnector;
-use crate::remote::retry_config;
+use crate::retry_pauses::retry_config;
 
 /// A provider of the backend with its place.
 struct ProviderSource<C> {
@@ -208,8 +208,9 @@ pub(crate) fn choose_azure_source(
         }
         builder = builder.with_config(key, value);
     }
-    let plain =
-        crate::remote::is_plain_http(builder.get_config_value(&AzureConfigKey::Endpoint).as_ref());
+    let plain = crate::http_client::is_plain_http(
+        builder.get_config_value(&AzureConfigKey::Endpoint).as_ref(),
+    );
     if plain {
         builder = builder.with_allow_http(true);
     }

@@ -34,7 +34,7 @@ pub(crate) use aws_sources::choose_aws_source;
 pub use credential_functions::{CredentialValues, register_credential_function};
 pub(crate) use credential_functions::{FUNCTION_OPTION, find_credential_function};
 pub(crate) use google_azure_sources::{choose_azure_source, choose_google_source};
-pub(crate) use request_signing::{CredentialSigner, RequestSigner};
+pub(crate) use request_signing::{CredentialRefusal, CredentialSigner, RequestSigner};
 pub(crate) use source_environment::SourceEnvironment;
 pub use source_environment::set_environment_guard;
 

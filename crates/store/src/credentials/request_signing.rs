@@ -13,7 +13,6 @@ use object_store::client::HttpRequest;
 use object_store::gcp::GcpCredential;
 
 use super::{CredentialError, NumberedCredential, RenewingCredentials};
-use crate::http_deadlines::CredentialRefusal;
 
 /// Header of sessions of S3 Express, which have keys of their own.
 const EXPRESS_TOKEN_HEADER: &str = "x-amz-s3session-token";
@@ -33,6 +32,12 @@ pub(crate) struct RequestSignature {
     pub(crate) is_fixed: bool,
     /// Place of the credential, for messages.
     pub(crate) origin: String,
+}
+
+/// An answer by which a service refuses a credential.
+pub(crate) struct CredentialRefusal {
+    /// Whether the service says that the credential has expired, in contrast to missing permission.
+    pub(crate) says_expired: bool,
 }
 
 /// Signs requests with the credentials in use.
@@ -65,7 +70,7 @@ pub(crate) trait SigningCredential:
     std::fmt::Debug + PartialEq + Send + Sync + 'static
 {
     /// Returns whether the backend has signed a request. Public buckets need no signature.
-    fn is_signed(request: &HttpRequest) -> bool;
+    fn carries_signature(request: &HttpRequest) -> bool;
 
     /// Replaces the signature of a request; returns whether the request had one.
     fn replace_signature(&self, request: &mut HttpRequest, account: &str) -> bool;
@@ -97,7 +102,7 @@ impl<C: SigningCredential> CredentialSigner for RequestSigner<C> {
         &self,
         request: &mut HttpRequest,
     ) -> Result<Option<RequestSignature>, CredentialError> {
-        if !C::is_signed(request) {
+        if !C::carries_signature(request) {
             return Ok(None);
         }
         Ok(self.apply_credential(request, self.credentials.current().await?))
@@ -124,13 +129,13 @@ fn decode_hex(text: &str) -> Option<Vec<u8>> {
 }
 
 impl SigningCredential for AwsCredential {
-    fn is_signed(request: &HttpRequest) -> bool {
+    fn carries_signature(request: &HttpRequest) -> bool {
         let headers = request.headers();
         headers.contains_key("authorization") && !headers.contains_key(EXPRESS_TOKEN_HEADER)
     }
 
     fn replace_signature(&self, request: &mut HttpRequest, _account: &str) -> bool {
-        if !Self::is_signed(request) {
+        if !Self::carries_signature(request) {
             return false;
         }
         let headers = request.headers();
@@ -156,7 +161,7 @@ impl SigningCredential for AwsCredential {
 }
 
 impl SigningCredential for GcpCredential {
-    fn is_signed(request: &HttpRequest) -> bool {
+    fn carries_signature(request: &HttpRequest) -> bool {
         request.headers().contains_key("authorization")
     }
 
@@ -167,7 +172,7 @@ impl SigningCredential for GcpCredential {
 }
 
 impl SigningCredential for AzureCredential {
-    fn is_signed(request: &HttpRequest) -> bool {
+    fn carries_signature(request: &HttpRequest) -> bool {
         let query = request.uri().query().unwrap_or_default();
         request.headers().contains_key("authorization") || remove_signature(query).1
     }

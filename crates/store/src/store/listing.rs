@@ -8,8 +8,9 @@ use std::time::SystemTime;
 use futures::TryStreamExt as _;
 use object_store::{ObjectStore as _, ObjectStoreExt as _};
 
-use super::{DirectoryItem, FileEntry, Store, local_file_path};
+use super::{DirectoryItem, Store, local_file_path};
 use crate::error::{Error, Result};
+use crate::file_entry::FileEntry;
 use crate::location::StoreLocation;
 use crate::{local_files, local_tree};
 

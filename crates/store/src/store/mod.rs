@@ -24,15 +24,16 @@ use crate::mark_names;
 use crate::opened_file::{FileSource, OpenedFile};
 use crate::ranged_reads::{self, MAX_SINGLE_REQUEST_BYTES};
 use crate::store_operation::StoreOperation;
-use crate::upload::StoreUpload;
 
 mod content;
 mod copying;
 mod listing;
 mod replacement;
+mod upload;
 
 pub(crate) use content::is_content_not_mark;
 pub(crate) use replacement::FileReplacement;
+pub use upload::StoreUpload;
 
 /// Most attempts to read a file that other processes replace again and again.
 const MAX_STABLE_READS: u32 = 5;
@@ -55,17 +56,6 @@ pub fn reread_if_replaced<T>(mut read: impl FnMut() -> Result<T>) -> Result<T> {
 /// of an empty name, would follow a link and name no file.
 fn local_file_path(base: &std::path::Path, path: &str) -> PathBuf {
     if path.is_empty() { base.to_owned() } else { base.join(path) }
-}
-
-/// A file in a listing.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct FileEntry {
-    /// Path relative to the listed store.
-    pub path: String,
-    /// Size in bytes.
-    pub bytes: u64,
-    /// Time of the last write, if the backend reports it.
-    pub modified: Option<SystemTime>,
 }
 
 /// An item of a listing: a file, or a directory. Object stores derive directories from names.
@@ -458,20 +448,6 @@ impl Store {
             }
             StoreLocation::Memory { .. } | StoreLocation::Remote { .. } => Ok(()),
         }
-    }
-
-    /// Starts the upload of a file in pieces.
-    ///
-    /// # Errors
-    /// Like [`Store::write`].
-    pub fn start_upload(&self, path: &str) -> Result<StoreUpload> {
-        let at = self.object_path(path)?;
-        let operation = self.backend.begin_operation("write", self.display_path(path));
-        let inner =
-            self.ask_within_operation("write", path, operation.as_ref(), async |backend| {
-                backend.put_multipart(&at).await
-            })?;
-        Ok(StoreUpload::new(inner, self.clone(), path.to_owned(), operation))
     }
 
     /// Deletes a file; a missing file is not an error.

@@ -247,7 +247,9 @@ def _write_from_executors(
         _check_row_count(observed["rows"], 0, directory)
     lengths = [max(1, observed[f"longest {number}"] or 0) for number in range(len(wanted))]
     known = zip(wanted.items(), lengths, strict=True)
-    return observed["rows"], {name: one.known(kinds[name], length) for (name, one), length in known}
+    return observed["rows"], {
+        name: one.to_ragged_column(kinds[name], length) for (name, one), length in known
+    }
 
 
 def _element_dtypes(schema: pa.Schema, wanted: Mapping[str, Pad | Nested]) -> dict[str, str]:
@@ -267,7 +269,10 @@ def _unbounded_ragged_columns(
     wanted: Mapping[str, Pad | Nested], kinds: Mapping[str, str]
 ) -> dict[str, RaggedColumn]:
     """Returns ragged columns as they are written, before the length of the longest row is known."""
-    return {name: one.known(kinds[name], _UNLIMITED_LIST_LENGTH) for name, one in wanted.items()}
+    return {
+        name: one.to_ragged_column(kinds[name], _UNLIMITED_LIST_LENGTH)
+        for name, one in wanted.items()
+    }
 
 
 def _encode_numbered_batches(
@@ -378,7 +383,7 @@ def _write_rows(
             writer.close()
     if writer is None:
         raise ValueError("the frame has no rows")
-    return {name: one.known(kinds[name], longest[name]) for name, one in wanted.items()}
+    return {name: one.to_ragged_column(kinds[name], longest[name]) for name, one in wanted.items()}
 
 
 def _batch_for_parquet(batch: pa.RecordBatch) -> pa.RecordBatch:

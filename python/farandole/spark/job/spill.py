@@ -79,14 +79,14 @@ class JobSpillDirectory:
         _LEASE_FILE_BY_URL[spill.url] = _create_lease_file(spill.url)
         return spill
 
-    def write_object(self, data: bytes) -> SpilledFile:
+    def write_hashed_bytes(self, data: bytes) -> SpilledFile:
         """Writes data atomically, under the hash of its content."""
         name = hashlib.sha256(data).hexdigest()
         self._native_store().write(name, data)
         return SpilledFile(name, len(data))
 
-    def read_object(self, stored: SpilledFile) -> bytes:
-        """Reads the data that `write_object` has written.
+    def read_hashed_bytes(self, stored: SpilledFile) -> bytes:
+        """Reads the data that `write_hashed_bytes` has written.
 
         Raises:
             ValueError: The file is not the one that was written.
@@ -126,11 +126,13 @@ class JobSpillDirectory:
         """
         if len(packed) <= MAX_INLINE_PICKLE_BYTES:
             return pickling.pickle_by_value((call_packed, (self, packed), {}))
-        return pickling.pickle_by_value((call_spilled, (self, self.write_object(packed)), {}))
+        return pickling.pickle_by_value((call_spilled, (self, self.write_hashed_bytes(packed)), {}))
 
     def load_result(self, value: Any) -> Any:
         """Returns a result of a packed call, from the store if it was passed through the store."""
-        return pickle.loads(self.read_object(value)) if isinstance(value, SpilledFile) else value  # noqa: S301 - see the module
+        if not isinstance(value, SpilledFile):
+            return value
+        return pickle.loads(self.read_hashed_bytes(value))  # noqa: S301 - see the module
 
     def _native_store(self) -> Any:
         from farandole._native import store  # noqa: PLC0415 - only jobs that are given a store
@@ -184,9 +186,9 @@ def call_packed(spill: JobSpillDirectory, packed: bytes) -> Any:
     if len(answer) <= MAX_INLINE_PICKLE_BYTES:
         return value
     del value
-    return spill.write_object(answer)
+    return spill.write_hashed_bytes(answer)
 
 
 def call_spilled(spill: JobSpillDirectory, stored: SpilledFile) -> Any:
     """Like `call_packed`, of a function that is itself in the store."""
-    return call_packed(spill, spill.read_object(stored))
+    return call_packed(spill, spill.read_hashed_bytes(stored))

@@ -21,7 +21,7 @@ import torch
 import farandole.torch as hvd
 from farandole.spark import task
 from farandole.spark.common.data.batch_source import EpochPosition
-from farandole.spark.common.runs.elastic_run import COMMIT_INTERVAL_STEPS, ElasticRun
+from farandole.spark.common.runs.elastic_run import COMMIT_INTERVAL_STEPS, ProgressAcrossWorlds
 from farandole.spark.common.runs.stop_request import StopCheck
 from farandole.spark.common.show.epoch_reports import EpochReporter
 from farandole.spark.torch.callbacks import CallbackGroup, TrainingState
@@ -91,7 +91,7 @@ class _TorchTrainer:
             backward_passes_per_step=job.loop.backward_passes_per_step,
             op=hvd.Average if objects.train_minibatch else gradient_operation(job.loop),
         )
-        self.elastic_run = ElasticRun(
+        self.elastic_run = ProgressAcrossWorlds(
             TorchRunProgress(),
             hvd.elastic.run,
             partial(hvd.elastic.TorchState, self.model, self.optimizer),
@@ -325,13 +325,13 @@ class _TorchTrainer:
         passes = self.loop.backward_passes_per_step
         if self.minibatch is not None:
             outputs, labels, terms = self.minibatch(rows, step, passes, counts)
-            self._check_step_loss(rows, terms, step)
+            self._check_finite_step_loss(rows, terms, step)
             return outputs, labels, terms
         if step % passes == 0:
             self.optimizer.zero_grad()
         with self.stepper.meter.trace_phase("forward"), self.stepper.autocast_context():
             outputs, labels, terms = self.batches.forward_with_losses(rows)
-        self._check_step_loss(rows, terms, step)  # before any gradient is computed from it
+        self._check_finite_step_loss(rows, terms, step)  # before any gradient is computed from it
         self.stepper.backward(counts.step_loss(terms))
         if (step + 1) % passes == 0 or step == steps - 1:
             self.stepper.take_step()
@@ -339,7 +339,9 @@ class _TorchTrainer:
                 self.stepper.step_scheduler(None)
         return outputs, labels, terms
 
-    def _check_step_loss(self, rows: PaddedRankBatch, terms: list[LossTerm], step: int) -> None:
+    def _check_finite_step_loss(
+        self, rows: PaddedRankBatch, terms: list[LossTerm], step: int
+    ) -> None:
         """Ends training at a loss that is not finite; one of padding alone does not count."""
         if rows.valid:
             self.losses.check_step_loss(mean_batch_loss(terms), step)

@@ -182,7 +182,7 @@ class GroupExchange(Exchange):
         tensor.
         """
         del rounds  # That is up to the backend.
-        return self._wrap_work(
+        return self._waiting_for_tensor(
             self._dist.all_reduce(tensor, group=self.group, async_op=True), tensor
         )
 
@@ -192,18 +192,18 @@ class GroupExchange(Exchange):
         work = self._dist.all_gather_into_tensor(
             rows.view(-1), tensor, group=self.group, async_op=True
         )
-        return self._wrap_work(work, rows)
+        return self._waiting_for_tensor(work, rows)
 
     def alltoall(self, rows: torch.Tensor) -> Waiting:
         """Starts sending a row of a contiguous matrix to each rank; the result has a row from
         each.
         """
         received = torch.empty_like(rows)
-        return self._wrap_work(
+        return self._waiting_for_tensor(
             self._dist.all_to_all_single(received, rows, group=self.group, async_op=True), received
         )
 
-    def _wrap_work(self, work: Any, result: torch.Tensor) -> Waiting:
+    def _waiting_for_tensor(self, work: Any, result: torch.Tensor) -> Waiting:
         def wait_for_work() -> torch.Tensor:
             work.wait()
             return result

@@ -110,7 +110,7 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
         from farandole.spark.common.model.evaluation import empty_sums, sum_evaluated_rows
 
         self._check_feature_columns(df)
-        form, name = self._require_output_form("evaluate"), self.getLabelColumns()[0]
+        form, name = self._known_single_output_form("evaluate"), self.getLabelColumns()[0]
         start = empty_sums(form, self.getThresholds())
         for part in self._collect_task_sums(
             df, name, start, sum_evaluated_rows, "farandole: evaluating a model"
@@ -189,7 +189,7 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
 
         repeats = argument_checks.check_whole_number("repeats", repeats)
         self._check_feature_columns(df)
-        form, label = self._require_output_form("importance"), self.getLabelColumns()[0]
+        form, label = self._known_single_output_form("importance"), self.getLabelColumns()[0]
         start = empty_sums(form, self.getThresholds(), by_score=metric == "area_under_roc")
         features = columns_of_features(
             [name for group in self._input_columns() for name in group], df.columns
@@ -361,7 +361,7 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
             self.getCategories(), self.getFill(), self.getLearned(), self.getRagged()
         )
 
-    def _require_output_form(self, what: str) -> str:
+    def _known_single_output_form(self, what: str) -> str:
         """Returns the form of the model's only output.
 
         Args:
@@ -457,7 +457,7 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
         columns = self._requested_class_columns()
         if not columns:
             return None
-        form, label = self._require_output_form(next(iter(columns))), self.getLabelColumns()[0]
+        form, label = self._known_single_output_form(next(iter(columns))), self.getLabelColumns()[0]
         categories = self.getCategories().get(label)
         refuse_class_columns_for_values(columns, form, self.getThresholds())
         classes = categories if "labelIndexCol" in columns and categories else self.getClasses()

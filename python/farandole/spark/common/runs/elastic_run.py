@@ -23,7 +23,7 @@ COMMIT_INTERVAL_STEPS = 10
 """Steps from one commit to the next, at least; commits are also made at the ends of epochs."""
 
 
-class ElasticRun(Generic[_Progress]):
+class ProgressAcrossWorlds(Generic[_Progress]):
     """A run in the worlds of its job; a job of fixed size has one world.
 
     Args:

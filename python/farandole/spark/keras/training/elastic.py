@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The progress of a Keras run, which `ElasticRun` commits.
+"""The progress of a Keras run, which `ProgressAcrossWorlds` commits.
 
 In another world, the rest of an epoch is a separate `fit`, which callbacks do not notice.
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from farandole.spark.common.data.batch_source import EpochPosition
-from farandole.spark.common.runs.elastic_run import COMMIT_INTERVAL_STEPS, ElasticRun
+from farandole.spark.common.runs.elastic_run import COMMIT_INTERVAL_STEPS, ProgressAcrossWorlds
 from farandole.spark.keras.training.scores import assign_summed_metrics, sum_metrics_over_processes
 from farandole.stores import durable_writes
 
@@ -63,7 +63,7 @@ class CommitCallback(keras.callbacks.Callback):
 
     def __init__(
         self,
-        elastic_run: ElasticRun[KerasRunProgress],
+        elastic_run: ProgressAcrossWorlds[KerasRunProgress],
         feed: BatchFeed | DataModuleFeed,
         publisher: RunPublisher,
     ) -> None:

@@ -28,7 +28,7 @@ from farandole.common.termination_notices import is_elastic_worker
 from farandole.numpy.plain_value_exchange import broadcast_plain
 from farandole.spark import task
 from farandole.spark.common.data.batch_source import BatchSource, EpochPosition
-from farandole.spark.common.runs.elastic_run import ElasticRun
+from farandole.spark.common.runs.elastic_run import ProgressAcrossWorlds
 from farandole.spark.common.runs.stop_request import StopCheck
 from farandole.spark.keras.job import KerasTrainingResult
 from farandole.spark.keras.keras_inputs import reader_casts, zero_batch
@@ -97,7 +97,7 @@ class KerasTrainer:
         self.has_entered = False
         self.first_best = getattr(self.objects.checkpoint_callback, "best", None)
         self.model = self._load_model()
-        self.elastic_run = ElasticRun(
+        self.elastic_run = ProgressAcrossWorlds(
             KerasRunProgress(), hvd.elastic.run, partial(hvd.elastic.KerasState, self.model)
         )
 

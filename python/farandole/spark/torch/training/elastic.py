@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The progress of a torch run, which `ElasticRun` commits."""
+"""The progress of a torch run, which `ProgressAcrossWorlds` commits."""
 
 from __future__ import annotations
 

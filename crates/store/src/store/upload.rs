@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use object_store::{MultipartUpload, ObjectMeta, PutPayload};
+use object_store::{MultipartUpload, ObjectMeta, ObjectStoreExt, PutPayload};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
@@ -16,8 +16,9 @@ use crate::backend_wait::{BackendWaiter, runtime_handle};
 use crate::error::{Error, Result};
 use crate::local_files;
 use crate::ranged_reads::{MAX_PARTS_IN_FLIGHT, PART_BYTES};
-use crate::store::Store;
 use crate::store_operation::StoreOperation;
+
+use super::Store;
 
 /// Number of parts after which the size of a part doubles. Services take 10,000 parts, which are
 /// then half a terabyte.
@@ -46,6 +47,22 @@ pub struct StoreUpload {
     pending: Vec<Bytes>,
     pending_bytes: usize,
     bytes: u64,
+}
+
+impl Store {
+    /// Starts the upload of a file in pieces.
+    ///
+    /// # Errors
+    /// Like [`Store::write`].
+    pub fn start_upload(&self, path: &str) -> Result<StoreUpload> {
+        let at = self.object_path(path)?;
+        let operation = self.backend.begin_operation("write", self.display_path(path));
+        let inner =
+            self.ask_within_operation("write", path, operation.as_ref(), async |backend| {
+                backend.put_multipart(&at).await
+            })?;
+        Ok(StoreUpload::new(inner, self.clone(), path.to_owned(), operation))
+    }
 }
 
 impl StoreUpload {
