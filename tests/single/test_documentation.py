@@ -6,7 +6,6 @@ exist.
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import tomllib
@@ -16,7 +15,6 @@ from urllib.parse import urlsplit
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 FRONT = DOCS / "index.md"
-PACKAGE = ROOT / "python/farandole"
 
 
 def links(page: Path) -> set[Path]:
@@ -288,25 +286,3 @@ def test_the_menu_of_versions_has_this_version():
     )
     assert release in {one["version"] for one in versions}
     assert [one["url"] for one in versions if one.get("preferred")] == ["/"]
-
-
-def test_the_flow_of_a_fit_has_at_most_twenty_hops_and_names_functions_that_exist():
-    page = (DOCS / "developer-guide/flow-of-a-fit.md").read_text()
-    rows = re.findall(r"^\| (\d+) \| [\w, ]+ \| `([\w.]+)` .+ \| `(\S+)` \|$", page, re.MULTILINE)
-    assert [hop for hop, *_ in rows] == re.findall(r"^\| (\d+) \|", page, re.MULTILINE)
-    assert [int(hop) for hop, *_ in rows] == list(range(1, len(rows) + 1))
-    assert 10 < len(rows) <= 20
-    missing = [name for _, name, file in rows if name not in functions_of(file)]
-    assert missing == []
-    modules = re.findall(r"`(spark\.[\w.]+)`", page)
-    assert modules
-    assert [one for one in modules if not (PACKAGE / f"{one.replace('.', '/')}.py").is_file()] == []
-
-
-def functions_of(file):
-    """The functions of a file of the package, with the names of their classes."""
-    tree = ast.parse((PACKAGE / file).read_text())
-    found = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    for kind in (node for node in tree.body if isinstance(node, ast.ClassDef)):
-        found |= {f"{kind.name}.{one.name}" for one in kind.body if hasattr(one, "name")}
-    return found
