@@ -298,7 +298,7 @@ knobs! {
     /// the system's default, which may be faster on a network that loses packets.
     tcp_congestion: String = "cubic", "TCP_CONGESTION", None, true;
     /// Algorithm of allreduces: `auto`, `direct`, `doubling`, `pipeline`, `hierarchy` or
-    /// `halving_allreduce`, or several with the largest number of bytes for each, such as
+    /// `halving`, or several with the largest number of bytes for each, such as
     /// `direct:4096,doubling:65536,hierarchy`. `2x4=doubling:32768,hierarchy;pipeline` has rules
     /// for worlds of two hosts with four ranks, and others for all other worlds. `@FILE` reads them
     /// from a file, which `farandole bench allreduce --write FILE` makes. It must be the same on

@@ -27,7 +27,7 @@ def _reduce_code(code: types.CodeType) -> tuple[Any, ...]:
     )
 
 
-class SourceFilePickler(cloudpickle.Pickler):
+class Pickler(cloudpickle.Pickler):
     """A cloudpickle pickler that keeps the files of functions."""
 
     dispatch_table = _CLOUDPICKLE_DISPATCH_TABLE.new_child({types.CodeType: _reduce_code})
@@ -43,5 +43,5 @@ def pickle_by_value(value: Any) -> bytes:
         pickle.PicklingError: When it cannot be pickled; `TypeError` and others for what refuses it.
     """
     with io.BytesIO() as file:
-        SourceFilePickler(file).dump(value)
+        Pickler(file).dump(value)
         return file.getvalue()

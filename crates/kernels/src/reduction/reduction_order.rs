@@ -78,7 +78,7 @@ impl ReductionOrder {
 /// The first `2 * (count - p)` leaves are paired and become the first leaves of a full tree of `p`
 /// leaves. After a leaf, all subtrees that end with this leaf are merged.
 fn merges_after_leaf(leaf: usize, count: usize) -> usize {
-    // The same tree as in `halving_allreduce` between hosts, so both algorithms give the same bits.
+    // The same tree as in `halving` between hosts, so both algorithms give the same bits.
     let full = 1 << count.ilog2();
     let folded = 2 * (count - full);
     let (place, first) = if leaf < folded { (leaf / 2, leaf % 2) } else { (leaf - folded / 2, 0) };

@@ -72,7 +72,7 @@ def pickle_user_objects(value: Any) -> bytes:
     return file.getvalue()
 
 
-class _FullLossPickler(pickling.SourceFilePickler):
+class _FullLossPickler(pickling.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, keras.losses.Loss):
             return copyreg.__newobj__, (type(obj),), vars(obj)  # pyright: ignore[reportAttributeAccessIssue]

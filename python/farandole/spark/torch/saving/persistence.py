@@ -36,7 +36,7 @@ _PICKLED_PARAMS = ("model", "optimizer", "loss", "loss_constructors", "transform
 _ZIP_MAGIC = b"PK"
 
 
-class _WeightReferencePickler(pickling.SourceFilePickler):
+class _WeightReferencePickler(pickling.Pickler):
     """A pickler that stores references instead of the weights of one module."""
 
     def __init__(self, file: io.BytesIO, weights: dict[str, torch.Tensor]) -> None:
