@@ -137,7 +137,7 @@ def assert_all_are_known(run):
 
 
 def read_back(run, name):
-    return run.resume() if name == "checkpoint" else run.read_checkpoint(name)
+    return run.read_checkpoint_to_resume() if name == "checkpoint" else run.read_checkpoint(name)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -168,7 +168,7 @@ def test_writes_that_fail_at_any_step_leave_a_checkpoint_that_is_used(
         assert text_of(read_back(run, name)) == "last"
         if name == "checkpoint":
             native.Store(run.run_path).write(name, archive("last")[:-9])
-            assert text_of(run.resume()) in allowed, step
+            assert text_of(run.read_checkpoint_to_resume()) in allowed, step
         if not fired:
             break
     assert step >= 4, "the steps were injected"
@@ -196,7 +196,7 @@ def test_any_history_of_failures_and_damage_leaves_what_lies_there_usable(run_pl
             trouble.stop()
         there = assert_all_are_known(run)
         if any(one in there for one in ("checkpoint", "checkpoint.previous")):
-            assert run.resume() is not None
+            assert run.read_checkpoint_to_resume() is not None
             assert_all_are_known(run)
 
 
@@ -213,7 +213,7 @@ def test_a_marker_does_not_grow_with_the_number_of_failures(run_place, secret):
         trouble.stop()
         sizes.append(len(store.read(checkpoint_signatures.MARKER_FILENAME)))
     assert max(sizes) < 40_000
-    assert text_of(run.resume()) == "good"
+    assert text_of(run.read_checkpoint_to_resume()) == "good"
     for epoch in range(4):
         run.write_checkpoint("checkpoint", archive(f"epoch {epoch}"))
     assert len(store.read(checkpoint_signatures.MARKER_FILENAME)) < 1_500
@@ -228,7 +228,7 @@ def test_a_previous_checkpoint_that_was_restored_again_and_again_stays_known(run
     store = native.Store(run.run_path)
     for attempt in range(6):
         store.write("checkpoint", b"cut")
-        assert text_of(run.resume()) == "first"
+        assert text_of(run.read_checkpoint_to_resume()) == "first"
         run.write_checkpoint("checkpoint", archive(f"{attempt}"))
         assert_all_are_known(run)
     assert set(contents_there(run)) == {"checkpoint", "checkpoint.previous"}

@@ -113,7 +113,7 @@ class Experiment:
 
     def checkpoint(self) -> None:
         self.run.write_checkpoint("checkpoint", TWO)
-        assert self.run.resume() == TWO
+        assert self.run.read_checkpoint_to_resume() == TWO
 
     def commit(self) -> None:
         commits = StoredCommits(self.store, "elastic", 1)
@@ -128,7 +128,7 @@ class Experiment:
             commits.release_lease()
 
     def resume(self) -> None:
-        assert self.run.resume() in (ONE, TWO), "training would begin anew"
+        assert self.run.read_checkpoint_to_resume() in (ONE, TWO), "training would begin anew"
 
     def lease(self) -> None:
         lease, other = (RunLease(self.store.get_run_path("run"), "run") for _ in range(2))

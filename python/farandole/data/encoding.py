@@ -94,7 +94,8 @@ class ColumnEncoding:
             ragged: Padding of lists of different lengths, by column.
         """
         lists = {
-            name: RaggedColumn.from_fields_or_instance(one) for name, one in (ragged or {}).items()
+            name: RaggedColumn.from_fields_or_instance(column)
+            for name, column in (ragged or {}).items()
         }
         return cls(
             categories or {}, fill_argument_by_column(fill), learned=learned or {}, ragged=lists

@@ -248,7 +248,7 @@ def _write_from_executors(
     lengths = [max(1, observed[f"longest {number}"] or 0) for number in range(len(wanted))]
     known = zip(wanted.items(), lengths, strict=True)
     return observed["rows"], {
-        name: one.to_ragged_column(kinds[name], length) for (name, one), length in known
+        name: option.to_ragged_column(kinds[name], length) for (name, option), length in known
     }
 
 
@@ -270,8 +270,8 @@ def _unbounded_ragged_columns(
 ) -> dict[str, RaggedColumn]:
     """Returns ragged columns as they are written, before the length of the longest row is known."""
     return {
-        name: one.to_ragged_column(kinds[name], _UNLIMITED_LIST_LENGTH)
-        for name, one in wanted.items()
+        name: option.to_ragged_column(kinds[name], _UNLIMITED_LIST_LENGTH)
+        for name, option in wanted.items()
     }
 
 

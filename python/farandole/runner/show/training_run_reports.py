@@ -61,7 +61,7 @@ class TrainingRun(JobObserver):
     ) -> None:
         self._shim = shim
         self._reporters: list[RunReportReceiver] = [
-            one for one in (shim, *others) if one is not None
+            reporter for reporter in (shim, *others) if reporter is not None
         ]
         self._id = f"{int(time.time() * 1000):x}-{secrets.token_hex(3)}"
         self._run: dict[str, Any] = {

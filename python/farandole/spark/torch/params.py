@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def _check_dtypes(name: str, value: Any) -> list[str]:
     found = [
-        str(one).removeprefix("torch.") for one in argument_checks.check_value_list(name, value)
+        str(dtype).removeprefix("torch.") for dtype in argument_checks.check_value_list(name, value)
     ]
     unknown = [one for one in found if one not in INPUT_DTYPES]
     if unknown:

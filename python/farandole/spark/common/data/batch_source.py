@@ -164,8 +164,8 @@ class BatchSource:
                 fill=dict(missing.fill) or None,
                 allow_nan=missing.allow_nan,
                 pad={
-                    name: one.native_padding_argument(fixed=fixed)
-                    for name, one in self._ragged.items()
+                    name: column.native_padding_argument(fixed=fixed)
+                    for name, column in self._ragged.items()
                 }
                 or None,
                 cache=choose_cache_directory(dataset, list(columns))
