@@ -175,7 +175,12 @@ from farandole.spark.common import LocalStore
 run = LocalStore(sys.argv[1]).to_remote("r")
 if os.geteuid() == 0:
     os.seteuid(65534)
-for look in (run.read_checkpoint_to_resume, lambda: run.read("_run.json"), lambda: run.read_checkpoint("checkpoint")):
+looks = (
+    run.read_checkpoint_to_resume,
+    lambda: run.read("_run.json"),
+    lambda: run.read_checkpoint("checkpoint"),
+)
+for look in looks:
     try:
         print("found", look())
     except PermissionError as error:

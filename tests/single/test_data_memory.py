@@ -131,8 +131,8 @@ def test_processes_of_a_host_share_what_one_of_them_decoded(shared):
         file.unlink()
     program = f"""
 from pathlib import Path
-from farandole.data import ParquetLoader, memory
-memory._SHARED_MEMORY_PATH = Path({str(directory)!r})
+from farandole.data import ParquetLoader, data_memory_budget
+data_memory_budget._SHARED_MEMORY_PATH = Path({str(directory)!r})
 loader = ParquetLoader({str(path)!r}, 100, inmemory_cache_all=True)
 print(sum(row for batch in loader for row in batch["id"].tolist()))
 """
@@ -149,8 +149,8 @@ def test_files_of_a_killed_process_are_deleted(shared):
     program = f"""
 import os, signal
 from pathlib import Path
-from farandole.data import ParquetLoader, memory
-memory._SHARED_MEMORY_PATH = Path({str(directory)!r})
+from farandole.data import ParquetLoader, data_memory_budget
+data_memory_budget._SHARED_MEMORY_PATH = Path({str(directory)!r})
 loader = ParquetLoader({str(path)!r}, 100, inmemory_cache_all=True)
 next(iter(loader))
 os.kill(os.getpid(), signal.SIGKILL)

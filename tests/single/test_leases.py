@@ -152,11 +152,11 @@ WRITES = """
 import sys
 from pathlib import Path
 from farandole._native.store import Store
-from farandole.stores import durable
+from farandole.stores import durable_writes
 run = Store(sys.argv[1])
 run.write("runs/a/file", b"1")
-durable.write_durably(run.open_child("runs/b"), "checkpoint", b"2", keeps=True)
-durable.write_durably(run, "direct", b"3")
+durable_writes.write_durably(run.open_child("runs/b"), "checkpoint", b"2", keeps=True)
+durable_writes.write_durably(run, "direct", b"3")
 run.write("plain", b"4")
 print(run.read("runs/a/file") + run.read("runs/b/checkpoint") + run.read("direct"))
 """

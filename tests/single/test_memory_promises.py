@@ -98,7 +98,7 @@ def make_source(path, rank, size, **more):
 def pass_rows(source, number):
     return [
         int(row)
-        for batch in source.epoch(number, source.steps)
+        for batch in source.iterate_epoch_batches(number, source.steps)
         for row in batch.columns["id"][: batch.valid]
     ]
 

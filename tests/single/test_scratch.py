@@ -38,8 +38,8 @@ def files_below(place):
 
 HOLDS = """
 import sys
-from farandole.common import scratch
-with scratch.temporary_directory() as folder:
+from farandole.common import scratch_directories
+with scratch_directories.temporary_directory() as folder:
     (folder / "model.keras").touch()
     print(folder, flush=True)
     sys.stdin.read()

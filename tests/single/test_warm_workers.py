@@ -138,7 +138,7 @@ def test_a_workers_whole_life_takes_a_tenth_of_a_second_or_the_time_of_a_few_int
     command = warm_workers.warm_worker_command(
         wanted, cold, worker_environment_changes({**changes, **env}, {}), os.getpid()
     )
-    assert command[3].endswith("proxy.py")
+    assert command[3].endswith("warm_worker_proxy.py")
     times, floors = [], []
     for _ in range(7):
         started = time.monotonic()

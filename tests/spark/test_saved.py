@@ -259,7 +259,7 @@ def test_a_file_whose_rows_take_more_than_its_size_allows_is_read_only_with_a_hi
 
 def test_a_relative_path_is_synchronized_where_spark_writes_it(spark, tmp_path, monkeypatch):
     synchronized = []
-    monkeypatch.setattr(module.durable, "fsync_directory_tree", synchronized.append)
+    monkeypatch.setattr(module.durable_writes, "fsync_directory_tree", synchronized.append)
     save_path = os.path.relpath(
         tmp_path / "object", spark._jvm.java.lang.System.getProperty("user.dir")
     )

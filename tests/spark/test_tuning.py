@@ -247,7 +247,7 @@ def test_trials_of_hyperopt_are_jobs_on_executors_that_wait_for_each_others_slot
 def test_rows_that_are_said_to_be_the_same_are_prepared_once_though_no_plan_tells(
     searched, monkeypatch
 ):
-    monkeypatch.setattr(prepare.plan, "plan_fingerprint", lambda _frame: None)
-    monkeypatch.setattr(prepare.plan, "portable_plan_text", lambda _frame: None)
+    monkeypatch.setattr(prepare.plan_fingerprints, "plan_fingerprint", lambda _frame: None)
+    monkeypatch.setattr(prepare.plan_fingerprints, "portable_plan_text", lambda _frame: None)
     _, prepared, _, _ = searched(TrainValidationSplit, 2, trainRatio=0.7, epochs=(1, 2))
     assert prepared == 2, "as on Spark Connect"

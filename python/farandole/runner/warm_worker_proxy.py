@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The proxy of a warm worker: the process that the agent starts, watches and ends.
 
-It runs as `proxy.py <socket> <command...>` in a bare interpreter, so that it starts in
+It runs as `warm_worker_proxy.py <socket> <command...>` in a bare interpreter, so that it starts in
 milliseconds. It passes its output, its pipes, its directory and its environment to the fork server
 behind the socket, and ends like the worker. If no server answers, or the server declines, this
 process executes the command itself.

@@ -119,7 +119,14 @@ def warm_worker_command(
             _start_server(warm, cold[0], env, owner, socket_path)
     except (OSError, subprocess.SubprocessError):
         return list(cold)
-    return [cold[0], "-I", "-S", str(_RUNNER_FOLDER / "proxy.py"), str(socket_path), *cold]
+    return [
+        cold[0],
+        "-I",
+        "-S",
+        str(_RUNNER_FOLDER / "warm_worker_proxy.py"),
+        str(socket_path),
+        *cold,
+    ]
 
 
 def fork_server_owner_pid() -> int:
