@@ -175,12 +175,8 @@ from farandole.spark.common import LocalStore
 run = LocalStore(sys.argv[1]).to_remote("r")
 if os.geteuid() == 0:
     os.seteuid(65534)
-looks = (
-    run.read_checkpoint_to_resume,
-    lambda: run.read("_run.json"),
-    lambda: run.read_checkpoint("checkpoint"),
-)
-for look in looks:
+reads = lambda: run.read("_run.json"), lambda: run.read_checkpoint("checkpoint")
+for look in (run.read_checkpoint_to_resume, *reads):
     try:
         print("found", look())
     except PermissionError as error:
