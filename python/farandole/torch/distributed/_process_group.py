@@ -76,11 +76,15 @@ class FarandoleGroup(dist.ProcessGroup):
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """Returns the backend's name, as C++ asks for it."""
-        return "farandole"
+        return self._backend.shown_name
 
     def name(self) -> str:
         """Returns the backend's name."""
-        return "farandole"
+        return self._backend.shown_name
+
+    def show_name(self, name: str) -> None:
+        """Sets the name that programs get for this group, and for groups that are split from it."""
+        self._backend.shown_name = name
 
     def split_group(
         self,
