@@ -40,10 +40,12 @@ def install_as_gloo_if_requested() -> None:
 
 
 def _call_before_first_group() -> None:
-    from torch.distributed import distributed_c10d, rendezvous  # noqa: PLC0415 - as above
+    from torch.distributed import distributed_c10d  # noqa: PLC0415 - torch is being imported
+    from torch.distributed.rendezvous import (  # noqa: PLC0415 - as above
+        _rendezvous_handlers as handlers,  # torch can only add one
+    )
 
     create_group = distributed_c10d._new_process_group_helper  # noqa: SLF001 - the place where torch makes all groups
-    handlers: dict[str, Any] = rendezvous._rendezvous_handlers  # noqa: SLF001 - torch can only add one
     env_handler = handlers["env"]
 
     def activate() -> None:

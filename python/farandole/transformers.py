@@ -61,9 +61,7 @@ def register() -> None:
 
 def _join_ranks_before(initialize: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(initialize)
-    def join_ranks_and_initialize(
-        self: PartialState, cpu: bool = False, **options: Any
-    ) -> None:
+    def join_ranks_and_initialize(self: PartialState, cpu: bool = False, **options: Any) -> None:
         if PartialState._shared_state == {}:  # noqa: SLF001 - as above
             cpu = _join_ranks(cpu, options)
         initialize(self, cpu, **options)

@@ -4,12 +4,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 import pytest
+from tests.parallel.test_torch_distributed_groups import free_port
 from tests.programs import program_path
-from tests.sockets import free_port
 from tests.started import run, together
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -45,3 +44,59 @@ def test_the_variable_puts_the_engine_under_an_unchanged_program(setting):
     assert first.err.count(ENGINE_LINE) == (setting == "1")
     assert ENGINE_LINE not in second.err
     assert GLOO_LINE not in first.err
+
+
+def test_torchrun_puts_the_engine_under_accelerate():
+    program = str(program_path(__file__, "train_with_accelerate"))
+    ended = run([*TORCHRUN, program], {"FARANDOLE_AS_GLOO": "1"})
+    assert ended.status == 0, ended.err
+    for rank in range(2):
+        assert f"rank {rank} of 2, 4 batches, gloo, engine FarandoleGroup" in ended.out
+    assert ended.err.count(ENGINE_LINE) == 1
+
+
+def test_the_command_counts_the_groups_that_stay_on_gloo(tmp_path):
+    program = str(program_path(__file__, "groups_beside_gloo"))
+    ended = run([*FARANDOLE_RUN, "--as-gloo", sys.executable, program, str(tmp_path)])
+    assert ended.status == 0, ended.err
+    assert ended.out.count("engine FarandoleGroup") == 2
+    assert ended.err.count(ENGINE_LINE) == 1
+    lines = {line.partition(GLOO_LINE)[2] for line in ended.err.splitlines() if GLOO_LINE in line}
+    alone = "1 of other ranks than the job of Farandole"
+    # Rank 1 is the first rank only of its group of one.
+    assert lines == {f"1 of several backends, {alone}, 1 whose default group is on Gloo", alone}
+
+
+def test_a_program_may_import_farandole_torch_first():
+    code = (
+        "import farandole.torch\n"
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "print(type(dist.group.WORLD).__name__, dist.get_backend())\n"
+    )
+    ended = run([sys.executable, "-c", code], {"HOROVOD_AS_GLOO": "yes"})
+    assert ended.out.split() == ["FarandoleGroup", "gloo"], ended.err
+
+
+def test_as_gloo_is_too_late_after_the_first_group():
+    code = (
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "from farandole.torch.distributed import as_gloo\n"
+        "as_gloo()\n"
+    )
+    ended = run([sys.executable, "-c", code])
+    assert "as_gloo() must be called before the first process group" in ended.err
+
+
+def test_a_value_that_is_no_boolean_is_named():
+    ended = run([sys.executable, "-c", "import torch"], {"FARANDOLE_AS_GLOO": "maybe"})
+    assert ended.status != 0
+    assert "FARANDOLE_AS_GLOO must be a boolean" in ended.err
+
+
+def test_the_command_refuses_a_torch_that_calls_no_plugins():
+    command = [*FARANDOLE_RUN, "--as-gloo", sys.executable, "-c", "pass"]
+    ended = run(command, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
+    assert ended.status != 0
+    assert "unset TORCH_DEVICE_BACKEND_AUTOLOAD" in ended.err

@@ -61,7 +61,7 @@ if rank == 0:
 else:
     dist.send(torch.full((1,), 5.0), 0)
 dist.monitored_barrier()
-print(  # noqa: T201
+print(
     f"rank {rank}: {', '.join(found)} on {dist.get_backend()} {dist.get_backend_config(pair)};",
     f"engine {type(dist.group.WORLD).__name__};",
     f"extension {'farandole._native' in sys.modules}",

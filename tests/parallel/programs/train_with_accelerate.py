@@ -23,10 +23,9 @@ error = accelerator.reduce((model(rows) - rows.sum(1, keepdim=True)).square().me
 weights = accelerator.gather(accelerator.unwrap_model(model).weight.detach())
 assert error.item() < 1e-3
 assert torch.equal(weights[0], weights[1])
-print(  # noqa: T201
+print(
     f"rank {accelerator.process_index} of {accelerator.num_processes}, {len(loader)} batches,",
     f"{dist.get_backend()}, engine {type(dist.group.WORLD).__name__}",
     flush=True,
 )
-accelerator.end_training()
 dist.destroy_process_group()

@@ -9,6 +9,9 @@ The engine has all operations of Gloo, so what it lacks are groups, and each of 
 as a whole. In a group of several backends, for example, torch hides the state, the result and the
 source of works that are made in Python, and a program that polls `is_completed` would wait for
 ever.
+
+`ProcessGroup.name()` stays `"farandole"`: with the name `"gloo"`, torch's C++ looks for a backend of
+Gloo's type in the group, and fails.
 """
 
 from __future__ import annotations
@@ -74,7 +77,6 @@ def _replace_gloo(create_group: Callable[..., Any]) -> Callable[..., Any]:
         call.arguments["backend"] = distributed_c10d.Backend(pairs)
         group, store = create_group(*call.args, **call.kwargs)
         if isinstance(group, FarandoleGroup):  # or this process is no member
-            group.show_name("gloo")
             world = distributed_c10d._world  # noqa: SLF001 - the registry of groups
             world.pg_map[group] = (requested, store)
             world.pg_backend_config[group] = str(distributed_c10d.BackendConfig(requested))
@@ -99,7 +101,7 @@ def _kind_without_engine(devices: Mapping[str, str], arguments: Mapping[str, Any
     if arguments["global_ranks_in_group"]:
         default_group = distributed_c10d._get_default_group()  # noqa: SLF001 - torch has no public name for it
         is_ours = isinstance(default_group, FarandoleGroup)
-        return None if is_ours else "whose default group is not of Farandole"
+        return None if is_ours else "whose default group is on Gloo"
     rank, size = arguments["group_rank"], arguments["group_size"]
     if not join_world_by_vote(arguments["store"], rank, size, arguments["timeout"]):
         return "of other ranks than the job of Farandole"

@@ -48,18 +48,15 @@ _UNSET_TIMEOUT: Final = timedelta(0)
 class FarandoleBackend(ReductionOperations):
     """One group's collectives."""
 
-    shown_name = "farandole"
-    """The name that programs get: `"gloo"` for a group that stands in for Gloo."""
-
     # torch's interface of a backend.
 
     def name(self) -> str:
         """Returns the backend's name."""
-        return self.shown_name
+        return "farandole"
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """Returns the backend's name, as C++ asks for it."""
-        return self.shown_name
+        return "farandole"
 
     def perform_nocolor_split(self, device: torch.device) -> None:
         """Does nothing: a group is formed by its members alone. torch calls this in a group of
@@ -109,12 +106,10 @@ class FarandoleBackend(ReductionOperations):
             ranks: Ranks in this group, in the order of the new group.
             timeout: Limit of its operations; by default, the limit of this group.
         """
-        backend = make_member_backend(
+        return make_member_backend(
             [self._members[rank] for rank in ranks],
             timeout if timeout is not None and timeout > _UNSET_TIMEOUT else self._limit,
         )
-        backend.shown_name = self.shown_name
-        return backend
 
     def eager_connect_single_device(self, device: torch.device | None) -> None:
         """Does nothing: the world is connected."""

@@ -76,15 +76,11 @@ class FarandoleGroup(dist.ProcessGroup):
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """Returns the backend's name, as C++ asks for it."""
-        return self._backend.shown_name
+        return "farandole"
 
     def name(self) -> str:
         """Returns the backend's name."""
-        return self._backend.shown_name
-
-    def show_name(self, name: str) -> None:
-        """Sets the name that programs get for this group, and for groups that are split from it."""
-        self._backend.shown_name = name
+        return "farandole"
 
     def split_group(
         self,

@@ -109,9 +109,7 @@ def _own_vote(rank: int, size: int) -> str:
     return _LAUNCHED if sizes <= {"1"} else _REFUSE
 
 
-def _collect_votes(
-    votes: WorldStore, number: int, vote: str, size: int, limit: timedelta
-) -> str:
+def _collect_votes(votes: WorldStore, number: int, vote: str, size: int, limit: timedelta) -> str:
     """Returns the verdict of all ranks.
 
     Args:
