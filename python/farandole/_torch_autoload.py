@@ -10,14 +10,16 @@ when the program makes its first process group, because torch may be imported by
 
 from __future__ import annotations
 
+import functools
 import os
+
+from farandole import _variables as variables
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from typing import Any
 
-_VARIABLES = ("FARANDOLE_AS_GLOO", "HOROVOD_AS_GLOO")
+_NAMES = (variables.AS_GLOO, variables.AS_GLOO.replace("FARANDOLE_", "HOROVOD_"))
 
 
 def install_as_gloo_if_requested() -> None:
@@ -27,11 +29,11 @@ def install_as_gloo_if_requested() -> None:
     Raises:
         ValueError: The variable is no boolean.
     """
-    if not any(name in os.environ for name in _VARIABLES):
+    if not any(name in os.environ for name in _NAMES):
         return
     from farandole._native.settings import read_setting  # noqa: PLC0415 - only with the variable
 
-    if not read_setting(_VARIABLES[0]):
+    if not read_setting(variables.AS_GLOO):
         return
     import torch.distributed as dist  # noqa: PLC0415 - torch is being imported
 
@@ -47,24 +49,33 @@ def _call_before_first_group() -> None:
 
     create_group = distributed_c10d._new_process_group_helper  # noqa: SLF001 - the place where torch makes all groups
     env_handler = handlers["env"]
+    is_active = False
 
     def activate() -> None:
-        distributed_c10d._new_process_group_helper = create_group  # noqa: SLF001
-        handlers["env"] = env_handler
+        nonlocal is_active
+        if is_active:
+            return
+        is_active = True
+        # A script that uses both engines may have replaced them already, and calls these here.
+        if distributed_c10d._new_process_group_helper is activate_and_create_group:  # noqa: SLF001 - as above
+            distributed_c10d._new_process_group_helper = create_group  # noqa: SLF001 - as above
+        if handlers["env"] is activate_and_meet:
+            handlers["env"] = env_handler
         from farandole.torch.distributed import as_gloo  # noqa: PLC0415 - see the docstring above
 
         as_gloo()
 
-    def call_activated(name: str, find: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-        def activate_and_call(*arguments: Any, **options: Any) -> Any:
-            activate()
-            return find()(*arguments, **options)
+    @functools.wraps(create_group)
+    def activate_and_create_group(*arguments: Any, **options: Any) -> Any:
+        is_outermost = distributed_c10d._new_process_group_helper is activate_and_create_group  # noqa: SLF001 - as above
+        activate()
+        call = distributed_c10d._new_process_group_helper if is_outermost else create_group  # noqa: SLF001 - as above
+        return call(*arguments, **options)
 
-        activate_and_call.__name__ = name
-        return activate_and_call
+    def activate_and_meet(url: str, **options: Any) -> Any:
+        is_outermost = handlers["env"] is activate_and_meet
+        activate()
+        return (handlers["env"] if is_outermost else env_handler)(url, **options)
 
-    handlers["env"] = call_activated("env_handler", lambda: handlers["env"])
-    distributed_c10d._new_process_group_helper = call_activated(  # noqa: SLF001
-        "_new_process_group_helper",
-        lambda: distributed_c10d._new_process_group_helper,  # noqa: SLF001
-    )
+    distributed_c10d._new_process_group_helper = activate_and_create_group  # noqa: SLF001 - as above
+    handlers["env"] = activate_and_meet

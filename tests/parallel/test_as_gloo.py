@@ -67,15 +67,27 @@ def test_the_command_counts_the_groups_that_stay_on_gloo(tmp_path):
     assert lines == {f"1 of several backends, {alone}, 1 whose default group is on Gloo", alone}
 
 
-def test_a_program_may_import_farandole_torch_first():
+@pytest.mark.parametrize(
+    "first_line",
+    [
+        "import farandole.torch",
+        "import farandole.torch.distributed",
+        "from farandole.torch.distributed import as_gloo; as_gloo()",
+    ],
+)
+def test_a_program_may_import_farandole_first(first_line):
     code = (
-        "import farandole.torch\n"
+        f"{first_line}\n"
         "import torch.distributed as dist\n"
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
-        "print(type(dist.group.WORLD).__name__, dist.get_backend())\n"
+        "print(type(dist.group.WORLD).__name__, dist.get_backend(), dist.get_rank())\n"
+        "dist.destroy_process_group()\n"
+        "dist.init_process_group('gloo')\n"
+        "print(type(dist.group.WORLD).__name__, dist.get_backend(), dist.get_rank())\n"
     )
-    ended = run([sys.executable, "-c", code], {"HOROVOD_AS_GLOO": "yes"})
-    assert ended.out.split() == ["FarandoleGroup", "gloo"], ended.err
+    alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
+    ended = run([sys.executable, "-c", code], {"HOROVOD_AS_GLOO": "yes", **alone})
+    assert ended.out.split() == ["FarandoleGroup", "gloo", "0"] * 2, ended.err
 
 
 def test_as_gloo_is_too_late_after_the_first_group():

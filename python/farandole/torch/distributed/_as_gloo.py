@@ -10,7 +10,7 @@ as a whole. In a group of several backends, for example, torch hides the state, 
 source of works that are made in Python, and a program that polls `is_completed` would wait for
 ever.
 
-`ProcessGroup.name()` stays `"farandole"`: with the name `"gloo"`, torch's C++ looks for a backend of
+`ProcessGroup.name()` stays `"farandole"`: with the name `"gloo"`, DDP's C++ looks for a backend of
 Gloo's type in the group, and fails.
 """
 
