@@ -3,11 +3,11 @@
 """Groups of backend `"gloo"` on Farandole's engine.
 
 torch makes all groups in one function, which is replaced here: it gets the backend `"farandole"`,
-and torch's registry of groups then gets the name that the program asked for.
+and torch's registry of groups then gets the requested name.
 
-The engine has all operations of Gloo, so what it lacks are groups, and each of these is one of Gloo
-as a whole. In a group of several backends, for example, torch hides the state, the result and the
-source of works that are made in Python, and a program that polls `is_completed` would wait for
+The engine has all operations of Gloo. It lacks some kinds of groups, and such a group is made by
+Gloo as a whole. In a group of several backends, for example, torch hides the state, the result and
+the source of works that are made in Python, and a program that polls `is_completed` would wait for
 ever.
 
 `ProcessGroup.name()` stays `"farandole"`: with the name `"gloo"`, DDP's C++ looks for a backend of

@@ -62,8 +62,8 @@ def join_world_of_group(store: Any, rank: int, size: int) -> None:
 
 
 def join_world_by_vote(store: Any, rank: int, size: int, limit: timedelta) -> bool:
-    """Joins the world of a default group that was asked for as one of Gloo, unless the session of a
-    rank cannot be that world. All ranks decide the same.
+    """Joins the world of a default group of backend `"gloo"`, unless the session of a rank cannot
+    be this world. All ranks decide the same.
 
     Args:
         store: The store of the group.
@@ -122,7 +122,7 @@ def _collect_votes(votes: WorldStore, number: int, vote: str, size: int, limit: 
     votes.add(f"{number}/{vote}", 1)
     verdict_key = f"{number}/verdict"
     if votes.add(f"{number}/voted", 1) == size:
-        cast = {one for one in _VOTES if votes.add(f"{number}/{one}", 0)}
+        cast = {choice for choice in _VOTES if votes.add(f"{number}/{choice}", 0)}
         refused = _REFUSE in cast or {_RUNNING, _FORM} <= cast
         votes.set(verdict_key, _REFUSE if refused else _FORM if _FORM in cast else _LAUNCHED)
     elif not votes.wait_for_key(verdict_key, time.monotonic() + limit.total_seconds()):
