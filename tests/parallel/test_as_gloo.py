@@ -64,7 +64,7 @@ def test_the_command_counts_the_groups_that_stay_on_gloo(tmp_path):
     lines = {line.partition(GLOO_LINE)[2] for line in ended.err.splitlines() if GLOO_LINE in line}
     alone = "1 of other ranks than the job of Farandole"
     # Rank 1 is the first rank only of its group of one.
-    assert lines == {f"1 of several backends, {alone}, 1 whose default group is on Gloo", alone}
+    assert lines == {f"{alone}, 1 of several backends, 1 whose default group is on Gloo", alone}
 
 
 @pytest.mark.parametrize(
