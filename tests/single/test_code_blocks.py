@@ -66,6 +66,7 @@ EXECUTED: Final[dict[tuple[str, str], dict[str, set[int]]]] = {
     ("docs/user-guide/running/other-launchers.md", "sh"): {"tests/launch/test_started.py": {1}},
     ("docs/user-guide/timeline.md", "python"): {"tests/parallel/test_guide_pages.py": {1}},
     ("docs/user-guide/torch.md", "python"): {"tests/launcher/test_script_pages.py": {0}},
+    ("docs/user-guide/transformers.md", "python"): {"tests/launcher/test_transformers.py": {0}},
     ("docs/user-guide/tuning.md", "python"): {
         "tests/ray/test_tuning_page.py": {0, 1, 2, 3, 4, 5, 6}
     },

@@ -345,6 +345,10 @@ knobs! {
     /// gradients on GPUs, which saves copies if the links between the GPUs allow it. It must be the
     /// same on all ranks.
     nccl_memory: bool = "0", "NCCL_MEMORY", None, true;
+    /// Groups of torch.distributed with the backend `gloo` run on the engine of Farandole. torch
+    /// calls Farandole at `import torch`, unless `TORCH_DEVICE_BACKEND_AUTOLOAD` is 0. It must be
+    /// the same on all ranks.
+    as_gloo: bool = "0", "AS_GLOO", Some("--as-gloo"), true;
     /// Folders with CUDA's libraries, separated by colons. They are searched before the wheels of
     /// torch and the system.
     cuda_libraries: String = "", "CUDA_LIBRARIES", None, true;

@@ -28,6 +28,9 @@ const TIMELINE_GATHER_VALUE: &str = "GATHER";
 /// Variable of workers that report to the run viewer themselves.
 const SELF_REPORTING_VARIABLE: &str = "FARANDOLE_SPARK_TOLD";
 
+/// Variable with which torch's users turn off the plugins that `import torch` calls.
+const TORCH_AUTOLOAD_VARIABLE: &str = "TORCH_DEVICE_BACKEND_AUTOLOAD";
+
 /// The options of a run, from flags, file and environment.
 #[derive(Debug)]
 pub(crate) struct RunOptions {
@@ -138,6 +141,14 @@ impl RunOptions {
         remarks.dedup();
         let config = Config::read(environment_variable, &given)
             .map_err(|error| name_knob_by_source(error, matches, &path))?;
+        if config.as_gloo
+            && environment_variable(TORCH_AUTOLOAD_VARIABLE).is_some_and(|value| value != "1")
+        {
+            bail!(
+                "--as-gloo and FARANDOLE_AS_GLOO need torch's autoload of backends: unset \
+                 {TORCH_AUTOLOAD_VARIABLE}, or set it to 1"
+            );
+        }
         let switched = config.min_num_proc.is_some() || !config.host_discovery_script.is_empty();
         for flag in RUN_FLAGS
             .iter()

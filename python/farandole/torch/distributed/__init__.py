@@ -26,12 +26,13 @@ Example:
 
 import torch.distributed as dist
 
+from farandole.torch.distributed._as_gloo import as_gloo
 from farandole.torch.distributed._backend import FarandoleBackend
 from farandole.torch.distributed._fault_tolerant import FaultTolerantDataParallel
 from farandole.torch.distributed._group_creation import create_backend
 from farandole.torch.distributed._rendezvous import register_rendezvous
 
-__all__ = ["FarandoleBackend", "FaultTolerantDataParallel"]
+__all__ = ["FarandoleBackend", "FaultTolerantDataParallel", "as_gloo"]
 
 if not dist.is_available():
     raise ImportError(

@@ -53,6 +53,10 @@ class WorldStore:
         """Sets a key."""
         self._store.set(self._full_key(key), value)
 
+    def add(self, key: str, value: int) -> int:
+        """Adds to the number under a key, which is 0 at first; returns the sum."""
+        return self._store.add(self._full_key(key), value)
+
     def contains(self, key: str) -> bool:
         """Returns whether a key has a value."""
         return self._store.check([self._full_key(key)])

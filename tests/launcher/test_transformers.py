@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Hugging Face's Trainer and Accelerate under `farandole run`, on a host without an accelerator."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.programs import program_path
+from tests.started import blocks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.launcher.conftest import Launch
+
+PAGE = Path(__file__).parents[2] / "docs/user-guide/transformers.md"
+NO_GPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def output_of_two_ranks(launch: Callable[..., Launch], program: Path) -> str:
+    """Returns the output of a program that has succeeded."""
+    run = launch("-np", 2, sys.executable, program, env=NO_GPU)
+    assert run.wait() == 0, run.err.read_text()
+    return run.out.read_text()
+
+
+def test_the_script_of_the_page_trains_on_two_ranks(
+    launch: Callable[..., Launch], tmp_path: Path
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(blocks(PAGE, "python")[0].replace('"out"', f'"{tmp_path}/out"'))
+    output = output_of_two_ranks(launch, path)
+    # 8 epochs of 256 rows, 16 a step on each of two ranks: one rank would take 128 steps.
+    ((processes, steps, loss),) = re.findall(r"(\d+) processes, (\d+) steps, loss (\S+)", output)
+    assert (processes, steps) == ("2", "64")
+    assert float(loss) < 0.5
+
+
+def test_a_loop_of_accelerate_trains_one_model_on_two_ranks(
+    launch: Callable[..., Launch],
+) -> None:
+    output = output_of_two_ranks(launch, program_path(__file__, "train_with_accelerate"))
+    for rank in range(2):
+        assert f"rank {rank} of 2, 4 batches, farandole, trainer of 2" in output
+
+
+def test_an_import_after_accelerate_has_counted_one_process_raises(
+    launch: Callable[..., Launch],
+) -> None:
+    output = output_of_two_ranks(launch, program_path(__file__, "count_before_import"))
+    said = "FarandoleUsageError: 2 ranks run, but Accelerate counts 1: each would train a model"
+    assert output.count(said) == 2
