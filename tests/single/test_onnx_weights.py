@@ -14,6 +14,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from farandole.spark.common.model.onnx import write_atomically
+from farandole.spark.torch.columns.model_calls import ModelCall
 from farandole.spark.torch.saving import onnx as torch_onnx
 
 pytestmark = pytest.mark.timeout(120)
@@ -115,8 +116,9 @@ def test_a_large_model_of_torch_is_replaced(tmp_path, monkeypatch):
     for seed in range(2):
         torch.manual_seed(seed)
         network = torch.nn.Linear(64, 64)
+        call = ModelCall(arguments=((),), labels=("y",))
         with write_atomically(tmp_path / "model.onnx") as made:
-            torch_onnx.export_onnx(network, signature, ["y"], made, None, None)
+            torch_onnx.export_onnx(network, signature, ["y"], made, None, None, call)
         session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"))
         x = np.ones((3, 64), np.float32)
         (found,) = session.run(None, {"x": x})

@@ -56,7 +56,7 @@ COMMON = {
     "store": [(3, TypeError)],
     "loss_weights": [(1.0, TypeError), (["a"], TypeError)],
     "sample_weight_col": [(3, TypeError), ("", ValueError)],
-    "feature_cols": [*COLUMNS, ([["a", "b"], "a"], ValueError)],
+    "feature_cols": [*COLUMNS, ([["a", "b"], "a"], ValueError), ({"x": {}}, ValueError)],
     "label_cols": COLUMNS,
     "validation": [(1.0, ValueError), (-0.1, ValueError), ([], TypeError), ("", ValueError)],
     "run_id": [(7, TypeError), ("../x", ValueError)],
@@ -107,6 +107,8 @@ TORCH = {
     "input_dtypes": [(["complex64"], ValueError), ({}, TypeError)],
     "loss_constructors": [("mse", TypeError)],
     "loss_reduction": [("median", ValueError)],
+    "output": [(3, TypeError), ([], TypeError), ([""], TypeError)],
+    "class_weight": [("even", ValueError), ({}, TypeError), ({0: -1}, ValueError)],
     "train_minibatch_fn": [(3, TypeError)],
     "precision": [("fp8", ValueError)],
     "gradient_clip_norm": [(0, ValueError), ("one", TypeError)],
@@ -186,7 +188,7 @@ SET = {
 }  # fmt: skip
 OF_TORCH = dict.fromkeys(
     ("input_shapes", "input_dtypes", "loss_constructors", "loss_reduction", "train_minibatch_fn",
-        "gradient_clip_norm", "lr_scheduler",
+        "output", "class_weight", "gradient_clip_norm", "lr_scheduler",
      "early_stopping", "best_checkpoint", "checkpoint_every", "max_steps", "max_time")
 ) | {"precision": "fp32", "lr_scheduler_interval": "epoch", "compile": False,
     "deterministic": False}  # fmt: skip
@@ -353,6 +355,9 @@ def test_conflicting_parameters_are_refused_before_the_fit_begins(kind, tmp_path
     for name in ("model", "optimizer", *(["loss"] if kind == "torch" else [])):
         with pytest.raises((TypeError, ValueError), match=name):
             ESTIMATORS[kind](**known | {name: 3}).fit_on_parquet()
+    if kind == "keras":
+        with pytest.raises(ValueError, match="feature_cols by argument are for PyTorch"):
+            ESTIMATORS[kind](**known | {"feature_cols": {"x": "x"}}).fit_on_parquet()
     with pytest.raises((TypeError, ValueError), match="callback"):
         ESTIMATORS[kind](**known | {"callbacks": [3]}).fit_on_parquet()
     assert not list(tmp_path.iterdir())

@@ -11,6 +11,7 @@ import torch
 from farandole.common import pickling
 from farandole.spark.keras.predict import KerasPredictor
 from farandole.spark.keras.saving import model_bytes as keras_payload
+from farandole.spark.torch.columns.model_calls import ModelCall
 from farandole.spark.torch.predict import TorchPredictor
 from farandole.spark.torch.saving import state_bytes as torch_payload
 
@@ -25,6 +26,7 @@ def torch_predictor(**options):
         model=torch_payload.pickle_with_tensors(TorchSum()),
         shapes=None,
         dtypes=None,
+        call=ModelCall(arguments=((),), labels=("y",)),
         use_gpu=False,
         **options,
     )

@@ -47,6 +47,7 @@ from farandole.spark.common.model.base import (
 )
 from farandole.spark.common.model.class_columns import ClassificationParams
 from farandole.spark.common.model.signature import describe_column_mapping, input_signature
+from farandole.spark.common.param_checks import feature_groups
 from farandole.spark.common.params import EstimatorParams
 from farandole.spark.common.runs.digests import value_digest
 from farandole.spark.common.runs.fingerprint import (
@@ -335,6 +336,8 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
     def _train(self, fit: FitResources, prepared: Prepared) -> FarandoleModel:
         """Trains on prepared data, and returns the fitted model."""
         plan = self._create_framework_job(prepared, fit.backend)
+        for message in plan.messages:
+            fit.shown.show_message(message)
         if plan.output_words:
             fit.shown.show_message(describe_column_mapping(plan.inputs, plan.output_words))
         with (
@@ -665,7 +668,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
         """Returns the columns of each of the model's inputs: `feature_cols=["a", ["b", "c"]]`
         makes two inputs.
         """
-        return [[one] if isinstance(one, str) else list(one) for one in self.getFeatureCols()]
+        return feature_groups(self.getFeatureCols())
 
     def _column_roles(self) -> ColumnRoles:
         return ColumnRoles(

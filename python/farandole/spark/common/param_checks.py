@@ -162,18 +162,83 @@ def parse_size(name: str, value: Any) -> int:
     return check_byte_count(name, value)
 
 
-def check_feature_cols(name: str, value: Any) -> list[str | list[str]]:
+FeatureColumns = list[str | list[str]] | dict[str, Any]
+"""Columns of a model's inputs by position, or by the name of the argument."""
+
+
+def check_feature_cols(name: str, value: Any) -> FeatureColumns:
     """Returns a list whose items are column names, or lists of names whose columns become one
-    input.
+    input; or a dict of such items by argument, which may contain dicts.
     """
+    if isinstance(value, Mapping):
+        found = _copy_feature_mapping(name, value)
+        check_column_names(name, [column for one in feature_groups(found) for column in one])
+        return found
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, list | tuple):
         raise TypeError(f"{name} must be a list of column names, or of lists of them: {value!r}")
-    found = [item if isinstance(item, str) else check_column_names(name, item) for item in items]
-    check_column_names(
-        name, [column for item in found for column in ([item] if isinstance(item, str) else item)]
-    )
+    listed = [item if isinstance(item, str) else check_column_names(name, item) for item in items]
+    check_column_names(name, [column for one in feature_groups(listed) for column in one])
+    return listed
+
+
+def feature_groups(value: FeatureColumns | None) -> list[list[str]]:
+    """Returns the columns of each input: `["a", ["b", "c"]]` and `{"x": "a", "y": ["b", "c"]}` have
+    two inputs.
+
+    Args:
+        value: a result of `check_feature_cols`.
+    """
+    items = [item for _, item in _feature_items(value)]
+    return [[item] if isinstance(item, str) else list(item) for item in items]
+
+
+def feature_arguments(value: FeatureColumns | None) -> list[tuple[str, ...]]:
+    """Returns the path of each input: the name of the model's argument, and the keys of dicts
+    below it. If the model takes its inputs by position, all paths are empty.
+
+    Args:
+        value: a result of `check_feature_cols`.
+    """
+    return [path for path, _ in _feature_items(value)]
+
+
+def _feature_items(value: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
+    if not isinstance(value, Mapping):
+        return [((), item) for item in value or ()]
+    found: list[tuple[tuple[str, ...], Any]] = []
+    for argument, item in value.items():
+        below = (*path, argument)
+        found += _feature_items(item, below) if isinstance(item, Mapping) else [(below, item)]
     return found
+
+
+def _copy_feature_mapping(name: str, value: Mapping[Any, Any]) -> dict[str, Any]:
+    if not value:
+        raise ValueError(f"{name} must name at least one column in each dict")
+    made: dict[str, Any] = {}
+    for argument, item in value.items():
+        if not isinstance(argument, str):
+            raise TypeError(f"{name} needs names of the model's arguments as keys: {argument!r}")
+        if isinstance(item, Mapping):
+            made[argument] = _copy_feature_mapping(name, item)
+        else:
+            made[argument] = item if isinstance(item, str) else check_column_names(name, item)
+    return made
+
+
+def check_output_names(name: str, value: Any) -> list[str]:
+    """Returns a list of names of fields; one name alone stands for a list of one."""
+    names = [value] if isinstance(value, str) else value
+    if (
+        not isinstance(names, list | tuple)
+        or not names
+        or not all(isinstance(one, str) and one for one in names)
+    ):
+        raise TypeError(
+            f'{name} must be the name of a field, such as "logits", or a list of them: {value!r}'
+        )
+    return list(names)
 
 
 def check_edit_fields(name: str, value: Any) -> list[tuple[str, str, tuple[int, ...], bool]]:

@@ -67,9 +67,10 @@ class EstimatorParams(DeclaredParams):
         argument_checks.check_callable_list,
         default=[],
     )
-    feature_cols: Parameter[Sequence[str | Sequence[str]]] = Parameter(
+    feature_cols: Parameter[Sequence[str | Sequence[str]] | Mapping[str, Any]] = Parameter(
         "Columns for the model, one input each; a list in the list makes one input of several "
-        "columns.",
+        "columns. Of PyTorch and Lightning also a dict by argument, for a model that takes inputs "
+        "by keyword.",
         param_checks.check_feature_cols,
         default=None,
     )
@@ -316,7 +317,7 @@ class ModelParams(DeclaredParams):
     model: Parameter[Any] = Parameter(
         "The trained model.", argument_checks.accept_any_value, default=None
     )
-    feature_columns: Parameter[Sequence[str | Sequence[str]]] = Parameter(
+    feature_columns: Parameter[Sequence[str | Sequence[str]] | Mapping[str, Any]] = Parameter(
         "Columns for the model, as in the estimator.", param_checks.check_feature_cols, default=None
     )
     label_columns: Parameter[Sequence[str]] = Parameter(

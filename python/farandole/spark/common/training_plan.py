@@ -41,6 +41,7 @@ class FrameworkTrainingJob:
             out.
         load_result: returns the trained model, given the result of rank 0.
         create_example: returns some rows for MLflow, given the trained model.
+        messages: decisions of the trial run, for the user.
         output_words: words about each output for the user; none if they are unknown.
         model_params: parameters that only the fitted models of this framework have.
     """
@@ -52,6 +53,7 @@ class FrameworkTrainingJob:
     output_sizes: Sequence[int] | None
     load_result: Callable[[Any], Any]
     create_example: Callable[[Any], ModelExample | None]
+    messages: Sequence[str] = ()
     output_words: Sequence[str] = ()
     model_params: Mapping[str, Any] = field(default_factory=dict)
 

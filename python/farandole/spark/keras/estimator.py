@@ -99,6 +99,11 @@ class KerasEstimator(
         model = self.getModel()
         if not isinstance(model, keras.Model):
             raise ValueError(f"model must be a keras.Model: {type(model).__name__}")
+        if isinstance(self.getFeatureCols(), dict):
+            raise ValueError(
+                "feature_cols by argument are for PyTorch: list the columns in the order of the "
+                "model's inputs, or name the columns like the inputs of a model that takes a dict"
+            )
         known = model_compilation.compile_arguments(model)
         optimizer = self.getOptimizer()
         if optimizer is None and getattr(model, "optimizer", None) is None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from farandole.runner.backend import max_processes
 from farandole.spark.common.datamodule import resolve_data_module_class
+from farandole.spark.common.param_checks import feature_arguments
 from farandole.spark.common.runs.digests import class_name
 from farandole.spark.common.runs.fingerprint import FingerprintPart
 from farandole.spark.common.training_plan import FrameworkTrainingJob
@@ -24,6 +25,7 @@ from farandole.spark.torch.columns.losses import construct_losses
 from farandole.spark.torch.estimator_base import TorchEstimatorBase
 from farandole.spark.torch.job import TorchLabel, TorchUserObjects
 from farandole.spark.torch.loss_probe import try_unknown_losses
+from farandole.spark.torch.model_trial import TriedModel, model_outputs, try_model_call
 from farandole.spark.torch.saving import state_bytes
 from farandole.spark.torch.saving.persistence import (
     TorchEstimatorParamsReadable,  # noqa: F401 - Horovod has these here
@@ -70,17 +72,32 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
             if self.getOptimizer() is None:
                 raise ValueError("optimizer is required for a plain module")
             self._check_optimizer()
-            if self.getLoss() is None and self.getLossConstructors() is None:
-                raise ValueError("loss is required for a plain module")
             self._label_losses()
+            self._refuse_options_of_losses()
         else:
-            for name in ("optimizer", "loss", "loss_constructors", "loss_weights", "lr_scheduler"):
+            for name in (
+                "optimizer",
+                "loss",
+                "loss_constructors",
+                "loss_weights",
+                "class_weight",
+                "lr_scheduler",
+            ):
                 if self.getOrDefault(name) is not None:
                     raise ValueError(
                         f"{name} is for plain modules: a LightningModule brings its own"
                     )
             if self.getMetrics():
                 raise ValueError("metrics are for plain modules: a LightningModule logs its own")
+        taken = {self.getSampleWeightCol(), *self.getLabelCols()}
+        both = sorted(
+            taken & {path[0] for path in feature_arguments(self.getFeatureCols()) if path}
+        )
+        if both:
+            raise ValueError(
+                "a batch contains features by argument, and labels and weights by column: rename "
+                f"the column, or list feature_cols without names: {', '.join(both)}"
+            )
         for one in self.getCallbacks():
             if not hasattr(one, "on_fit_start"):
                 raise TypeError(f"a callback must be a Lightning callback: {one!r}")
@@ -106,13 +123,15 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
         sampled = self._sample_columns(prepared, backend)
         fingerprint = self._fit_fingerprint(prepared, backend.num_processes(), {})
         is_plain, losses = self._lightning_package() is None, self._constructed_losses()
-        job, objects = self._create_job(prepared, fingerprint, sampled, losses)
+        tried = self._try_model(sampled)
+        most = max_processes(backend)
+        job, objects, form = self._create_job(prepared, fingerprint, sampled, tried, losses, most)
         module, sizes = objects.module, None
         if is_plain:
-            found = driver_checks.model_outputs(job.inputs, job.labels, module, sampled.rows)
+            found = model_outputs(job.call, job.inputs, module.model, sampled.rows)
             sizes = [output[0].numel() for output in found]
         if isinstance(objects.data_module, type | None):  # else its rows and batches are unknown
-            most, changes = max_processes(backend), objects.transformation
+            changes = objects.transformation
             if is_plain:
                 try_unknown_losses(job, losses, module.model, changes, processes=most)
             else:
@@ -130,8 +149,26 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
             output_sizes=sizes,
             load_result=load_result,
             create_example=lambda model: self._create_example(job, model, sampled.rows),
-            model_params=self._model_params(prepared, job.inputs),
+            messages=tried.messages,
+            model_params=self._model_params(job.call, job.inputs, form),
         )
+
+    def _try_model(self, sampled: SampledColumns) -> TriedModel:
+        """Returns the types and the outputs of the model. The steps of a `LightningModule` need not
+        call its `forward`, so what `forward` does not take stays as the user set it.
+        """
+        call, has_dtypes = self._model_call(sampled.inputs), self.getInputDtypes() is not None
+        try:
+            return try_model_call(
+                call, sampled.inputs, self.getModel(), sampled.rows, has_dtypes=has_dtypes
+            )
+        except ValueError:
+            if self._lightning_package() is None:
+                raise
+            return TriedModel(sampled.inputs, call)
+
+    def _label_arguments(self) -> tuple[str, ...]:
+        return () if self._lightning_package() is not None else super()._label_arguments()
 
     def _create_example(
         self, job: LightningTrainingJob, module: torch.nn.Module, rows: dict[str, torch.Tensor]
@@ -142,7 +179,7 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
         if not self.getMlflow():
             return None
         try:
-            outputs = driver_checks.model_outputs(job.inputs, job.labels, module, rows)
+            outputs = model_outputs(job.call, job.inputs, module, rows)
         except ValueError:  # the steps of a LightningModule need not call it
             return None
         return driver_checks.model_example(job, rows, outputs)
@@ -164,9 +201,13 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
         prepared: Prepared,
         fingerprint: Fingerprint,
         sampled: SampledColumns,
+        tried: TriedModel,
         losses: list[Any],
-    ) -> tuple[LightningTrainingJob, LightningUserObjects]:
-        """Returns the run's description, and a copy of the user's objects."""
+        processes: int,
+    ) -> tuple[LightningTrainingJob, LightningUserObjects, str | None]:
+        """Returns the run's description, a copy of the user's objects, and the form of the output
+        if the model's own loss shows it.
+        """
         package, names = self._lightning_package(), self.getLabelCols()
         mapped = driver_checks.map_labels(names, sampled.columns, losses, self.getLabelShapes())
         labels = tuple(TorchLabel(*one) for one in mapped)
@@ -183,9 +224,17 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
         installed = next(
             one for one in _LIGHTNING_PACKAGES if find_spec(one.partition(".")[0]) is not None
         )
+        fields, own, form = self._job_fields(prepared, fingerprint), None, None
+        weights = self.getLossWeights() or [1.0 / len(names)] * len(names)
+        if package is None and self._has_own_loss():
+            trial, own = self._try_own_loss(
+                tried, labels, self.getModel(), sampled, fields["data"], processes
+            )
+            labels, form, losses = trial.labels, trial.output_form, [own] * len(names)
+            weights = [1.0, *[0.0] * (len(names) - 1)]
         if package is None:
             labels = driver_checks.mark_class_index_lists(
-                labels, losses, sampled.inputs, self.getModel(), sampled.rows
+                tried.call, labels, losses, tried.inputs, self.getModel(), sampled.rows
             )
             objects.module = wrap_module(
                 installed,
@@ -194,11 +243,13 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
                 scheduler=self.getLrScheduler(),
                 interval=self.getLrSchedulerInterval(),
                 losses=losses,
-                loss_weights=self.getLossWeights() or [1.0 / len(names)] * len(names),
+                loss_weights=weights,
                 metrics=self._functions_by_metric(),
-                inputs=sampled.inputs,
+                inputs=tried.inputs,
+                call=tried.call,
                 labels=labels,
                 weight=self.getSampleWeightCol(),
+                class_weights=self._class_weights(prepared, fields["data"], labels[0], losses[0]),
                 reduction=self.getLossReduction(),
             )
         packed = state_bytes.pickle_job_objects(
@@ -208,17 +259,19 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
             transformation="transformation_fn",
         )
         job = LightningTrainingJob(
-            **self._job_fields(prepared, fingerprint),
+            **fields,
             objects=packed,
-            inputs=sampled.inputs,
+            inputs=tried.inputs,
+            call=tried.call,
             labels=labels,
+            own_loss=own,
             package=package or installed,
             batches=package is not None,
             log_every=self.getLogEveryNSteps(),
             gpus=self.getNumGpus(),
             allow_pickle=self.getAllowPickle(),
         )
-        return job, state_bytes.unpickle_on_cpu(packed)
+        return job, state_bytes.unpickle_on_cpu(packed), form
 
     def _constructed_losses(self) -> list[Any]:
         """Returns the losses of a plain module; for a `LightningModule`, placeholders by which
@@ -227,7 +280,7 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
         if self._lightning_package() is not None:
             return [_placeholder_loss] * len(self.getLabelCols())
         model, optimizer, losses = self.getModel(), self.getOptimizer(), self._label_losses()
-        constructed = self.getLoss() is None
+        constructed = self.getLossConstructors() is not None
         objects = TorchUserObjects(model, optimizer, losses, constructed, [], None)
         return construct_losses(objects, model=model, optimizer=optimizer, rank=0, size=1)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from farandole.spark.common.data.batch_source import EpochPosition
+from farandole.spark.torch.columns.model_calls import inputs_by_key
 from farandole.spark.torch.columns.tensors import check_finite_inputs, input_tensor, label_tensor
 from farandole.spark.torch.training.step_counts import StepLossDivisors, batches_with_step_counts
 
@@ -43,9 +44,9 @@ class YieldedBatchRecord:
 class LightningLoader:
     """One rank's batches: every iteration is the next epoch, of equally many steps on every rank.
 
-    A batch has a tensor per input, by its column (or `"[a, b]"` for columns listed together), one
-    per label, and the sample weights. On a rank that has no row left for the last step it repeats
-    one.
+    A batch has a tensor per input, by its argument or else its column (or `"[a, b]"` for columns
+    listed together), one per label, and the sample weights. On a rank that has no row left for the
+    last step it repeats one.
 
     Args:
         source: source of the rows.
@@ -152,10 +153,8 @@ class LightningLoader:
             if not (self.checked or allow_nan):
                 for spec in self._job.inputs:
                     check_finite_inputs(rows.columns, spec, count)
-            batch: dict[str, Any] = {
-                model_input.name: input_tensor(rows.columns, model_input, count, host)
-                for model_input in self._job.inputs
-            }
+            tensors = [input_tensor(rows.columns, one, count, host) for one in self._job.inputs]
+            batch: dict[str, Any] = inputs_by_key(self._job.inputs, tensors)
             for spec in self._job.labels:
                 label = label_tensor(
                     rows, spec, count, host, checked=not self.checked, allow_nan=allow_nan

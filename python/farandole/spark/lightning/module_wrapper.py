@@ -12,7 +12,7 @@ import torch
 
 from farandole.spark.torch.columns.loss_terms import LabelLoss, mean_batch_loss
 from farandole.spark.torch.columns.losses import shape_label
-from farandole.spark.torch.columns.tensors import flat_outputs
+from farandole.spark.torch.columns.model_calls import tensors_of_batch
 from farandole.spark.torch.training.batch_evaluator import zero_loss_terms
 from farandole.spark.torch.training.step_counts import LabelCounter
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from farandole.spark.lightning.lightning_loader import LightningLoader
+    from farandole.spark.torch.columns.class_weights import ClassWeights
+    from farandole.spark.torch.columns.model_calls import ModelCall
     from farandole.spark.torch.job import TorchInput, TorchLabel
 
 
@@ -41,26 +43,31 @@ class _PlainModuleSteps:
         loss_weights: Sequence[float],
         metrics: Sequence[Sequence[Any]],
         inputs: Sequence[TorchInput],
+        call: ModelCall,
         labels: Sequence[TorchLabel],
         weight: str | None,
+        class_weights: ClassWeights | None = None,
         reduction: str | None = None,
     ) -> None:
         """Takes the user's objects."""
         self.model = model
         self._optimizer_parts = (optimizer, scheduler, interval)
+        weighted = weight is not None or class_weights is not None
         self._losses = [
-            LabelLoss(loss, torch_label, reduction, share, weighted=weight is not None)
+            LabelLoss(loss, torch_label, reduction, share, weighted=weighted)
             for loss, torch_label, share in zip(losses, labels, loss_weights, strict=True)
         ]
         self._metrics = [(list(group) * len(labels))[: len(labels)] for group in metrics]
         self._inputs = tuple(inputs)
+        self._call = call
         self._labels = tuple(labels)
         self._weight = weight
+        self._class_weights = class_weights
         self.use_loaders(None, None)
 
-    def forward(self, *inputs: torch.Tensor) -> Any:
+    def forward(self, *inputs: torch.Tensor, **by_keyword: Any) -> Any:
         """Calls the module."""
-        return self.model(*inputs)
+        return self.model(*inputs, **by_keyword)
 
     def label_counter(self) -> LabelCounter:
         """Returns what counts the labels of batches."""
@@ -106,30 +113,43 @@ class _PlainModuleSteps:
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": made, "interval": interval}}
 
     def _batch_loss(self, batch: dict[str, torch.Tensor], stage: str, index: int) -> torch.Tensor:
-        outputs = flat_outputs(
-            self.forward(*(batch[torch_input.name] for torch_input in self._inputs)),
-            len(self._labels),
+        inputs = tensors_of_batch(self._inputs, batch)
+        given = (
+            [batch[one.column.name] for one in self._labels] if self._call.label_arguments else []
         )
+        own, result = None, self._call.call_model(self.forward, inputs, given)
+        if given:
+            own, result = self._call.split_own_loss(result)
+        outputs = self._call.output_tensors(result)
         labels = [
             shape_label(batch[torch_label.column.name], output, torch_label.shape)
             for torch_label, output in zip(self._labels, outputs, strict=True)
         ]
         weights = None if self._weight is None else batch[self._weight]
+        if self._class_weights is not None:
+            label = batch[self._labels[0].column.name]
+            weights = self._class_weights.weigh_rows(label, weights)
         loader = self._loaders[stage]
         read = None if loader is None else loader.yielded_batch_record(index)
         if read is not None and not read.valid:
-            terms = zero_loss_terms(outputs)
+            compared = [own] * len(outputs) if own is not None and own.isfinite() else outputs
+            terms = zero_loss_terms(compared)
         else:
-            own = read.own if read is not None and read.own else None
+            divisors = (
+                list(read.own)
+                if read is not None and read.own
+                else [
+                    loss.loss_divisor(label, len(output))
+                    for loss, output, label in zip(self._losses, outputs, labels, strict=True)
+                ]
+            )
+            # A mean of ignored labels alone is NaN. The output then has a gradient of 0.
             terms = [
                 loss.batch_loss_term(
-                    output,
-                    label,
-                    weights,
-                    loss.loss_divisor(label, len(output)) if own is None else own[position],
+                    output if own is None or not divisor else own, label, weights, divisor
                 )
-                for position, (loss, output, label) in enumerate(
-                    zip(self._losses, outputs, labels, strict=True)
+                for loss, output, label, divisor in zip(
+                    self._losses, outputs, labels, divisors, strict=True
                 )
             ]
         if read is not None and read.counts is not None and stage == "train":

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from farandole.spark.torch.columns.model_calls import inputs_by_key
 from farandole.spark.torch.columns.tensors import input_tensor
 from farandole.spark.torch.loss_probe import PartLoss, check_whole_against_parts
 from farandole.spark.torch.training.tensor_source import to_tensors
@@ -68,7 +69,8 @@ def _step_loss(
 ) -> float | None:
     """Returns the loss of some rows; `None` if the step does not work without a trainer."""
     host = torch.device("cpu")
-    batch: dict[str, Any] = {one.name: input_tensor(part, one, rows, host) for one in job.inputs}
+    tensors = [input_tensor(part, one, rows, host) for one in job.inputs]
+    batch: dict[str, Any] = inputs_by_key(job.inputs, tensors)
     for spec in job.labels:
         label = part[spec.column.name].to(getattr(torch, spec.dtype))
         batch[spec.column.name] = label if spec.shape is None else label.reshape(spec.shape)

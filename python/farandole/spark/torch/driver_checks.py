@@ -19,7 +19,8 @@ from farandole.data.columns import normalize_row_shape
 from farandole.spark.common.data.training_data import EXAMPLE_ROWS
 from farandole.spark.common.runs.tracking import ModelExample
 from farandole.spark.torch.columns.losses import label_dtype, shape_label, takes_class_indices
-from farandole.spark.torch.columns.tensors import describe_input_misfit, flat_outputs, input_tensor
+from farandole.spark.torch.columns.tensors import input_tensor
+from farandole.spark.torch.model_trial import model_outputs
 from farandole.spark.torch.training.batch_evaluator import describe_unknown_class
 from farandole.spark.torch.training.scores import ScoreSums
 from farandole.torch.loss_sums import ignored_label
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from farandole.data.columns import PreparedColumn
     from farandole.data.prepare import PreparedData as Prepared
+    from farandole.spark.torch.columns.model_calls import ModelCall
     from farandole.spark.torch.job import TorchInput, TorchLabel, TorchTrainingJob, TorchUserObjects
 
 
@@ -148,7 +150,7 @@ def _single_value_batch_norms(
 
     hooks = [layer.register_forward_pre_hook(record_single_value_norm) for layer in norms]
     try:
-        model_outputs(job.inputs, job.labels, model, rows, 1)
+        model_outputs(job.call, job.inputs, model, rows, 1)
     finally:
         for hook in hooks:
             hook.remove()
@@ -198,6 +200,7 @@ def map_labels(
 
 
 def mark_class_index_lists(
+    call: ModelCall,
     labels: Sequence[TorchLabel],
     losses: Sequence[Any],
     inputs: Sequence[TorchInput],
@@ -210,6 +213,7 @@ def mark_class_index_lists(
     probabilities if it has as many elements as the output.
 
     Args:
+        call: the call of the model.
         labels: one per output.
         losses: one per label.
         inputs: arguments of the model.
@@ -227,7 +231,7 @@ def mark_class_index_lists(
     ]
     if not any(candidates):
         return tuple(labels)
-    outputs = model_outputs(inputs, labels, model, rows)
+    outputs = model_outputs(call, inputs, model, rows)
     return tuple(
         replace(spec, dtype="int64", indexes=True)
         if is_candidate and output[0].numel() != spec.column.element_count
@@ -312,25 +316,26 @@ def try_model(
         ValueError: columns do not fit; the message has names and shapes.
     """
     ScoreSums(objects.metrics, job.labels)  # refuses metrics that do not go with the labels
-    outputs = model_outputs(job.inputs, job.labels, objects.model, tensors)
+    outputs = model_outputs(job.call, job.inputs, objects.model, tensors)
     for torch_label, loss, found in zip(job.labels, losses, outputs, strict=True):
         _check_largest_class(job, torch_label, loss, found)
-        _try_loss(torch_label, loss, found)
+        if job.own_loss is None:
+            _try_loss(torch_label, loss, found)
     return outputs
 
 
 def model_example(
     job: TorchTrainingJob, tensors: dict[str, torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> ModelExample | None:
-    """Returns the rows with which the model was tried; `None` if the model has several inputs,
-    which MLflow cannot name.
+    """Returns the rows with which the model was tried; `None` if the model has several inputs, or
+    inputs or outputs with names, which MLflow cannot use.
 
     Args:
         job: the run.
         tensors: the rows.
         outputs: outputs of the model for these rows.
     """
-    if len(job.inputs) != 1 or job.inputs[0].ragged:
+    if len(job.inputs) != 1 or job.inputs[0].ragged or job.inputs[0].argument or job.call.fields:
         return None
     given = input_tensor(tensors, job.inputs[0], EXAMPLE_ROWS, torch.device("cpu"))
     return ModelExample(_to_numpy(given), _to_numpy(outputs[0]) if len(outputs) == 1 else None)
@@ -339,47 +344,6 @@ def model_example(
 def _to_numpy(tensor: torch.Tensor) -> Any:
     """Returns a tensor as NumPy has it, which knows no bfloat16."""
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).detach().cpu().numpy()
-
-
-def model_outputs(
-    inputs: Sequence[TorchInput],
-    labels: Sequence[TorchLabel],
-    model: torch.nn.Module,
-    rows: dict[str, torch.Tensor],
-    count: int = EXAMPLE_ROWS,
-) -> list[torch.Tensor]:
-    """Returns a model's outputs for some rows.
-
-    Args:
-        inputs: its arguments.
-        labels: one per output.
-        model: the model.
-        rows: columns by name.
-        count: number of rows to use, from the first row on.
-
-    Raises:
-        ValueError: it does not take them, or returns something else than a row of outputs for each.
-    """
-    tensors = [input_tensor(rows, spec, count, torch.device("cpu")) for spec in inputs]
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            value = model(*tensors)
-    except Exception as error:
-        raise ValueError(
-            describe_input_misfit([spec.name for spec in inputs], tensors, error)
-        ) from error
-    finally:
-        model.train(training)
-    outputs = flat_outputs(value, len(labels))
-    for torch_label, output in zip(labels, outputs, strict=True):
-        if output.shape[:1] != (count,):
-            raise ValueError(
-                f"the model must return one row per row of its input: for {count} rows, its "
-                f"output for column {torch_label.column.name!r} has shape {tuple(output.shape)}"
-            )
-    return outputs
 
 
 def _check_largest_class(

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from farandole.runner.backend import max_processes
 from farandole.spark.common.datamodule import resolve_data_module_class
@@ -19,6 +19,7 @@ from farandole.spark.torch.fingerprint_parts import total_learning_rate_digest
 from farandole.spark.torch.job import TorchLabel, TorchTrainingJob, TorchUserObjects
 from farandole.spark.torch.loss_probe import try_unknown_losses
 from farandole.spark.torch.model import TorchModel
+from farandole.spark.torch.model_trial import try_model_call
 from farandole.spark.torch.remote import train_rank
 from farandole.spark.torch.saving import state_bytes
 from farandole.spark.torch.saving.persistence import (
@@ -36,6 +37,18 @@ if TYPE_CHECKING:
     from farandole.spark.common.runs.fingerprint import Fingerprint
     from farandole.spark.torch.estimator_base import SampledColumns
     from farandole.spark.torch.job import TorchTrainingResult
+
+
+class TrialFindings(NamedTuple):
+    """Findings of the trial run for the user.
+
+    Attributes:
+        messages: decisions about inputs.
+        output_form: form of the output that the model's own loss shows, if there is one.
+    """
+
+    messages: tuple[str, ...]
+    output_form: str | None
 
 
 class TorchEstimator(TorchEstimatorBase):
@@ -63,14 +76,12 @@ class TorchEstimator(TorchEstimatorBase):
         super()._check_params()
         self._check_optimizer()
         losses = self._label_losses()
+        self._refuse_options_of_losses()
         if self.getLossConstructors() is None:
             for loss in losses:
                 find_loss_reduction(loss, self.getLossReduction())
-                if self.getSampleWeightCol() is not None:
+                if self.getSampleWeightCol() is not None or self.getClassWeight() is not None:
                     check_weighable(loss)
-        dtypes, inputs = self.getInputDtypes(), len(self._input_columns())
-        if dtypes is not None and len(dtypes) != inputs:
-            raise ValueError(f"input_dtypes needs one type per input {inputs}: {dtypes}")
         callbacks.check_callbacks(self.getCallbacks())
         if not callable(resolve_data_module_class(self.getDataModule()) or type):
             raise TypeError(f"data_module must be a class: {self.getDataModule()!r}")
@@ -84,11 +95,11 @@ class TorchEstimator(TorchEstimatorBase):
         sampled = self._sample_columns(prepared, backend)
         totals = total_learning_rate_digest(self.getOptimizer(), processes)
         fingerprint = self._fit_fingerprint(prepared, processes, totals)
-        job, objects, losses = self._create_job(prepared, fingerprint, sampled)
+        most = max_processes(backend)
+        job, objects, losses, words = self._create_job(prepared, fingerprint, sampled, most)
         outputs = driver_checks.try_model(job, objects, losses, sampled.rows)
         if self.getDataModule() is None:
             driver_checks.check_batch_norms(job, objects.model, sampled.rows, processes)
-        most = max_processes(backend)
         try_unknown_losses(job, losses, objects.model, objects.transformation, processes=most)
 
         def load_result(trained: TorchTrainingResult) -> torch.nn.Module:
@@ -105,27 +116,39 @@ class TorchEstimator(TorchEstimatorBase):
             output_sizes=[output[0].numel() for output in outputs],
             load_result=load_result,
             create_example=lambda _model: driver_checks.model_example(job, sampled.rows, outputs),
-            output_words=list(map(describe_output_with_label, job.labels, outputs, losses)),
+            messages=words.messages,
+            output_words=[
+                describe_output_with_label(*one)
+                for one in zip(
+                    job.labels,
+                    outputs,
+                    losses,
+                    job.call.fields or [""] * len(losses),
+                    strict=True,
+                )
+            ],
             model_params={
-                **self._model_params(prepared, job.inputs),
+                **self._model_params(job.call, job.inputs, words.output_form),
                 "optimizer": objects.optimizer,
             },
         )
 
     def _framework_fingerprint_parts(self) -> list[FingerprintPart]:
-        what = "loss" if self.getLoss() is not None else "loss_constructors"
+        what = "loss" if self.getLossConstructors() is None else "loss_constructors"
         own = FingerprintPart.from_value(what, self._label_losses())
         return [*super()._framework_fingerprint_parts(), own]
 
     def _create_job(
-        self, prepared: Prepared, fingerprint: Fingerprint, sampled: SampledColumns
-    ) -> tuple[TorchTrainingJob, TorchUserObjects, list[Any]]:
-        """Returns the run's description, an own copy of the user's objects, and its losses."""
+        self, prepared: Prepared, fingerprint: Fingerprint, sampled: SampledColumns, processes: int
+    ) -> tuple[TorchTrainingJob, TorchUserObjects, list[Any], TrialFindings]:
+        """Returns the run's description, an own copy of the user's objects, its losses, and the
+        findings for the user.
+        """
         objects = TorchUserObjects(
             model=self.getModel(),
             optimizer=self.getOptimizer(),
             losses=self._label_losses(),
-            constructed=self.getLoss() is None,
+            constructed=self.getLossConstructors() is not None,
             metrics=self._functions_by_metric(),
             compression=self.getGradientCompression(),
             scheduler=self.getLrScheduler(),
@@ -136,7 +159,7 @@ class TorchEstimator(TorchEstimatorBase):
         )
         packed = state_bytes.pickle_job_objects(
             objects,
-            losses="loss" if self.getLoss() is not None else "loss_constructors",
+            losses="loss" if self.getLossConstructors() is None else "loss_constructors",
             compression="gradient_compression",
             scheduler="lr_scheduler",
             train_minibatch="train_minibatch_fn",
@@ -144,6 +167,13 @@ class TorchEstimator(TorchEstimatorBase):
         )
         mine = state_bytes.unpickle_on_cpu(packed)
         losses = construct_losses(mine, model=mine.model, optimizer=mine.optimizer, rank=0, size=1)
+        tried = try_model_call(
+            self._model_call(sampled.inputs),
+            sampled.inputs,
+            mine.model,
+            sampled.rows,
+            has_dtypes=self.getInputDtypes() is not None,
+        )
         # These may put other labels in place of those of the data.
         replaced = sampled.transformation or objects.data_module or self.getFill()
         ranges = {} if replaced else driver_checks.combined_column_ranges(prepared)
@@ -152,13 +182,25 @@ class TorchEstimator(TorchEstimatorBase):
             TorchLabel(*one, ranges.get(one[0].name))
             for one in driver_checks.map_labels(names, sampled.columns, losses, shapes)
         ]
+        fields, own, form = self._job_fields(prepared, fingerprint), None, None
+        if self._has_own_loss():
+            trial, own = self._try_own_loss(
+                tried, labels, mine.model, sampled, fields["data"], processes
+            )
+            labels, form, losses = list(trial.labels), trial.output_form, [own] * len(names)
+        weights = self.getLossWeights() or [1.0 / len(names)] * len(names)
+        if own is not None:  # the loss of the model is that of all labels together
+            weights = [1.0, *[0.0] * (len(names) - 1)]
         job = TorchTrainingJob(
-            **self._job_fields(prepared, fingerprint),
+            **fields,
             objects=packed,
-            inputs=sampled.inputs,
+            inputs=tried.inputs,
+            call=tried.call,
             labels=driver_checks.mark_class_index_lists(
-                labels, losses, sampled.inputs, mine.model, sampled.rows
+                tried.call, labels, losses, tried.inputs, mine.model, sampled.rows
             ),
-            loss_weights=tuple(self.getLossWeights() or [1.0 / len(names)] * len(names)),
+            loss_weights=tuple(weights),
+            own_loss=own,
+            class_weights=self._class_weights(prepared, fields["data"], labels[0], losses[0]),
         )
-        return job, mine, losses
+        return job, mine, losses, TrialFindings(tried.messages, form)

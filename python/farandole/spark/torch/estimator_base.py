@@ -17,11 +17,21 @@ from farandole.spark.common.data.training_data import (
     read_example_rows,
 )
 from farandole.spark.common.estimator import FarandoleEstimator
+from farandole.spark.common.param_checks import feature_arguments
 from farandole.spark.torch import driver_checks
+from farandole.spark.torch.columns.class_weights import (
+    BALANCED,
+    balanced_class_weights,
+    given_class_weights,
+)
+from farandole.spark.torch.columns.loss_terms import check_weighable
 from farandole.spark.torch.columns.losses import loss_output_form
+from farandole.spark.torch.columns.model_calls import ModelCall
+from farandole.spark.torch.columns.model_losses import ModelLoss, own_loss_arguments
 from farandole.spark.torch.columns.tensors import create_torch_inputs
 from farandole.spark.torch.fingerprint_parts import model_parts
 from farandole.spark.torch.job import TrainingLoopOptions
+from farandole.spark.torch.own_loss_trial import find_own_loss, try_own_loss
 from farandole.spark.torch.params import TorchParams
 from farandole.spark.torch.saving.persistence import (
     TorchEstimatorParamsReadable,
@@ -35,8 +45,12 @@ if TYPE_CHECKING:
     from farandole.data.columns import PreparedColumn
     from farandole.data.prepare import PreparedData as Prepared
     from farandole.runner.backend import Backend
+    from farandole.spark.common.data.training_data import TrainingDataSpec
     from farandole.spark.common.runs.fingerprint import Fingerprint, FingerprintPart
-    from farandole.spark.torch.job import TorchInput
+    from farandole.spark.torch.columns.class_weights import ClassWeights
+    from farandole.spark.torch.job import TorchInput, TorchLabel
+    from farandole.spark.torch.model_trial import TriedModel
+    from farandole.spark.torch.own_loss_trial import OwnLossTrial
 
 
 @dataclass(frozen=True)
@@ -67,10 +81,39 @@ class TorchEstimatorBase(
         super()._check_params()
         if not isinstance(self.getModel(), torch.nn.Module):
             raise ValueError(f"model must be a torch.nn.Module: {type(self.getModel()).__name__}")
+        dtypes, inputs = self.getInputDtypes(), len(self._input_columns())
+        if dtypes is not None and len(dtypes) != inputs:
+            raise ValueError(f"input_dtypes needs one type per input {inputs}: {dtypes}")
+        fields, labels = self.getOutput(), self.getLabelCols()
+        if fields is not None and len(fields) != len(labels):
+            raise ValueError(f"output needs one field per label column {len(labels)}: {fields}")
 
     def _check_optimizer(self) -> None:
         driver_checks.check_optimizer(self.getModel(), self.getOptimizer())
         driver_checks.check_scheduler(self.getLrScheduler(), self.getOptimizer())
+
+    def _arguments(self) -> list[tuple[str, ...]]:
+        """Returns the path of each input, see `feature_arguments`."""
+        return feature_arguments(self.getFeatureCols())
+
+    def _has_own_loss(self) -> bool:
+        """Returns whether the model computes its loss."""
+        return self.getLoss() is None and self.getLossConstructors() is None
+
+    def _label_arguments(self) -> tuple[str, ...]:
+        """Returns the arguments that take labels, of a model that computes its loss."""
+        if not self._has_own_loss():
+            return ()
+        return own_loss_arguments(self.getModel(), self.getLabelCols(), self._arguments())
+
+    def _refuse_options_of_losses(self) -> None:
+        """Refuses options that need a loss apart from the model."""
+        for name in ("loss_weights", "sample_weight_col", "class_weight", "train_minibatch_fn"):
+            if self._has_own_loss() and self.getOrDefault(name) is not None:
+                raise ValueError(
+                    f"{name} needs the parameter loss: without it, the model computes its own loss "
+                    "of a batch, which is one number"
+                )
 
     def _label_losses(self) -> list[Any]:
         """Returns the losses, or their constructors, one per label."""
@@ -81,10 +124,13 @@ class TorchEstimatorBase(
             )
         given = constructors if loss is None else loss
         if given is None:
-            raise ValueError("loss is required")
+            own_loss_arguments(self.getModel(), self.getLabelCols(), self._arguments())
+            given = ModelLoss()
         losses = list(given) if isinstance(given, list | tuple) else [given]
         count = len(self.getLabelCols())
         losses = losses * count if len(losses) == 1 else losses
+        if self.getClassWeight() is not None and count != 1:
+            raise ValueError(f"class_weight is for one label column, there are {count}")
         for label_loss in losses:
             if not callable(label_loss):
                 raise TypeError(f"loss must be a function of (output, label): {label_loss!r}")
@@ -110,8 +156,38 @@ class TorchEstimatorBase(
         check_shapes_fit(columns, inputs, shapes, "feature")
         check_shapes_fit(columns, labels, self.getLabelShapes(), "label")
         driver_checks.refuse_useless_weights(prepared, self.getSampleWeightCol())
-        made = create_torch_inputs(inputs, columns, shapes, self.getInputDtypes(), prepared)
+        made = create_torch_inputs(
+            inputs, columns, shapes, self.getInputDtypes(), prepared, self._arguments()
+        )
         return SampledColumns(columns, rows, made, transformation)
+
+    def _model_call(self, inputs: Sequence[TorchInput]) -> ModelCall:
+        """Returns the call of the model, as the user describes it."""
+        labels = tuple(self.getLabelCols())
+        return ModelCall(
+            arguments=tuple(one.argument for one in inputs),
+            labels=labels,
+            fields=tuple(self.getOutput() or ()),
+            label_arguments=self._label_arguments(),
+        )
+
+    def _try_own_loss(
+        self,
+        tried: TriedModel,
+        labels: Sequence[TorchLabel],
+        model: torch.nn.Module,
+        sampled: SampledColumns,
+        data: TrainingDataSpec,
+        processes: int,
+    ) -> tuple[OwnLossTrial, ModelLoss]:
+        """Tries the own loss of the model, also on parts of rows if several processes or passes
+        make a step.
+        """
+        trial = try_own_loss(tried, labels, model, sampled.rows)
+        is_divided = processes > 1 or self.getBackwardPassesPerStep() > 1
+        if not is_divided or self.getLossReduction() is not None:
+            return trial, ModelLoss()
+        return trial, find_own_loss(tried, trial.labels, model, data, sampled.transformation)
 
     def _job_fields(
         self, prepared: Prepared, fingerprint: Fingerprint, unseeded: int | None = None
@@ -123,12 +199,42 @@ class TorchEstimatorBase(
             "loss_reduction": self.getLossReduction(),
         }
 
-    def _model_params(self, prepared: Prepared, inputs: Sequence[TorchInput]) -> dict[str, Any]:
+    def _class_weights(
+        self, prepared: Prepared, data: TrainingDataSpec, label: TorchLabel, loss: Any
+    ) -> ClassWeights | None:
+        """Returns the weights of the classes of the label, if there are any.
+
+        Raises:
+            ValueError: the label has no classes, or no such class.
+        """
+        value, name = self.getClassWeight(), label.column.name
+        if value is None:
+            return None
+        check_weighable(loss)
+        if label.column.element_count != 1:
+            raise ValueError(
+                f"class_weight needs one class per row, but column {name!r} has "
+                f"{label.column.element_count} values"
+            )
+        if value != BALANCED:
+            return given_class_weights(value, name, prepared.categories.get(name))
+        for option in ("transformation_fn", "data_module"):
+            if self.getOrDefault(option) is not None:
+                raise ValueError(
+                    f'class_weight="{BALANCED}" counts the classes in the data before training, '
+                    f"and {option} may change them: set a dict of weights by class"
+                )
+        return balanced_class_weights(data, name, loss)
+
+    def _model_params(
+        self, call: ModelCall, inputs: Sequence[TorchInput], form: str | None = None
+    ) -> dict[str, Any]:
         """Returns the parameters that the fitted models of PyTorch and Lightning have."""
-        known = [one.dtype for one in inputs]
-        return {
+        known = {} if form is None or self._output_form() else {"output_form": form}
+        return known | {
             "input_shapes": self.getInputShapes(),
-            "input_dtypes": known if prepared.encoding else self.getInputDtypes(),
+            "input_dtypes": [one.dtype for one in inputs],
+            "output": list(call.fields) or None,
             "loss": self.getLoss(),
             "loss_constructors": self.getLossConstructors(),
         }

@@ -15,6 +15,9 @@ from farandole.spark.common.model.signature import ModelInput
 if TYPE_CHECKING:
     from farandole.data.columns import PreparedColumn
     from farandole.spark.common.runs.monitored_stopping import EarlyStopping, MonitoredMetric
+    from farandole.spark.torch.columns.class_weights import ClassWeights
+    from farandole.spark.torch.columns.model_calls import ModelCall
+    from farandole.spark.torch.columns.model_losses import ModelLoss
     from farandole.spark.torch.params import TorchParams
 
 
@@ -83,9 +86,18 @@ class TorchTrainingJob(TrainingJob):
     loop: TrainingLoopOptions
     inputs: tuple[TorchInput, ...]
     labels: tuple[TorchLabel, ...]
+    call: ModelCall
     loss_weights: tuple[float, ...] = ()
+    own_loss: ModelLoss | None = None
+    """The loss that the model returns, in place of the user's losses."""
+    class_weights: ClassWeights | None = None
     loss_reduction: str | None = None
     """The user's word for losses of an unknown form, see `columns.loss_terms`."""
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether rows have weights."""
+        return self.weight is not None or self.class_weights is not None
 
 
 @dataclass

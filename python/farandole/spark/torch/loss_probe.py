@@ -18,7 +18,7 @@ import torch
 from farandole.spark.common.data.training_data import PROBE_PART_ROWS
 from farandole.spark.torch.columns.loss_terms import LabelLoss
 from farandole.spark.torch.columns.losses import shape_label
-from farandole.spark.torch.driver_checks import model_outputs
+from farandole.spark.torch.model_trial import model_outputs
 from farandole.spark.torch.training.tensor_source import to_tensors
 from farandole.torch import loss_sums
 
@@ -95,21 +95,23 @@ def check_label_loss_parts(
     check_whole_against_parts(found[0], found[1:], name)
 
 
-def check_whole_against_parts(whole: PartLoss, parts: Sequence[PartLoss], name: str) -> None:
+def check_whole_against_parts(
+    whole: PartLoss, parts: Sequence[PartLoss], name: str, rows: int = sum(PROBE_PART_ROWS)
+) -> None:
     """Refuses a loss whose parts do not give the whole.
 
     Args:
         whole: the loss of all rows.
-        parts: the losses of `PROBE_PART_ROWS`.
+        parts: the losses of the parts, such as `PROBE_PART_ROWS`.
         name: words for the loss in the message.
+        rows: number of all rows.
 
     Raises:
         ValueError: the loss of all rows is not the mean of the losses of parts.
     """
-    if _is_sum_of_parts(whole.total, [one.total for one in parts]):
+    if is_sum_of_parts(whole.total, [one.total for one in parts]):
         return
-    rows = sum(PROBE_PART_ROWS)
-    if _is_sum_of_parts(whole.mean, [one.mean for one in parts]):
+    if is_sum_of_parts(whole.mean, [one.mean for one in parts]):
         raise ValueError(
             f"{name} is a sum over rows: of {rows} rows it is the sum of what it is of parts. Set "
             'loss_reduction="sum" so that several processes or passes train what one process trains'
@@ -146,17 +148,21 @@ def try_unknown_losses(
         ValueError: a loss is no mean over rows; the message names the label and the options.
     """
     tried = [needs_probe(loss, job.loss_reduction) for loss in losses]
-    if not any(tried) or (processes == 1 and job.loop.backward_passes_per_step == 1):
+    if (
+        job.own_loss is not None
+        or not any(tried)
+        or (processes == 1 and job.loop.backward_passes_per_step == 1)
+    ):
         return
     parts = job.data.read_probe_parts(transformation, to_tensors)
-    outputs = model_outputs(job.inputs, job.labels, model, parts[0].columns, _MODEL_ROWS)
+    outputs = model_outputs(job.call, job.inputs, model, parts[0].columns, _MODEL_ROWS)
     for label, loss, output, is_tried in zip(job.labels, losses, outputs, tried, strict=True):
         if is_tried:
             name = f"the loss {loss_sums.loss_name(loss)} of column {label.column.name!r}"
             check_label_loss_parts(label, loss, output, parts, name)
 
 
-def _is_sum_of_parts(whole: float, parts: Sequence[float]) -> bool:
+def is_sum_of_parts(whole: float, parts: Sequence[float]) -> bool:
     """Returns whether a whole is the sum of its parts; NaN on both sides says nothing."""
     total = sum(parts)
     if math.isnan(whole):

@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 from pyspark.ml.util import MLReadable
 
 from farandole.common import argument_checks
+from farandole.spark.common import param_checks
 from farandole.spark.common.model.base import FarandoleModel
 from farandole.spark.common.model.model_summary import LayerSummary, torch_layers
+from farandole.spark.common.param_checks import feature_arguments
 from farandole.spark.common.parameter import Parameter
 from farandole.spark.common.saving.persistence import ParamsWritable
+from farandole.spark.torch.columns.model_calls import ModelCall
 from farandole.spark.torch.predict import TorchPredictor
 from farandole.spark.torch.saving import state_bytes
 from farandole.spark.torch.saving.onnx import export_onnx
@@ -56,6 +59,11 @@ class TorchModel(ParamsWritable, FarandoleModel, MLReadable["TorchModel"]):
         argument_checks.check_value_list,
         default=None,
     )
+    output: Parameter[str | Sequence[str]] = Parameter(
+        "Field of the module's result for each label, as in the estimator.",
+        param_checks.check_output_names,
+        default=None,
+    )
     optimizer: Parameter[torch.optim.Optimizer] = Parameter(
         "The optimizer after the last step, with the learning rate of one process.",
         argument_checks.accept_any_value,
@@ -87,7 +95,17 @@ class TorchModel(ParamsWritable, FarandoleModel, MLReadable["TorchModel"]):
         self, path: Path, signature: Signature, opset: int | None
     ) -> Callable[[Sequence[Any]], Sequence[Any]]:
         outputs, function = self.getOutputCols(), self._custom_prediction_fn()
-        return export_onnx(self.getModel(), signature, outputs, path, function, opset)
+        return export_onnx(
+            self.getModel(), signature, outputs, path, function, opset, self._model_call()
+        )
+
+    def _model_call(self) -> ModelCall:
+        """Returns the call of the module."""
+        return ModelCall(
+            arguments=tuple(feature_arguments(self.getFeatureColumns())),
+            labels=tuple(self.getLabelColumns()),
+            fields=tuple(self.getOutput() or ()),
+        )
 
     def _layer_summaries(self) -> list[LayerSummary]:
         return torch_layers(self.getModel())
@@ -100,6 +118,7 @@ class TorchModel(ParamsWritable, FarandoleModel, MLReadable["TorchModel"]):
             **self._predictor_arguments(dataset, state_bytes.pickle_with_tensors(self.getModel())),
             shapes=self.getInputShapes(),
             dtypes=self.getInputDtypes(),
+            call=self._model_call(),
             use_gpu=self.getUseGpu(),
             function=self._custom_prediction_fn(),
         )

@@ -9,9 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from farandole.common import argument_checks
+from farandole.spark.common import param_checks
 from farandole.spark.common.parameter import Parameter
 from farandole.spark.common.params import EstimatorParams
 from farandole.spark.common.runs.monitored_stopping import EarlyStopping, MonitoredMetric
+from farandole.spark.torch.columns.class_weights import check_class_weight
 from farandole.spark.torch.columns.loss_terms import LOSS_REDUCTIONS
 from farandole.spark.torch.columns.tensors import INPUT_DTYPES
 
@@ -79,6 +81,13 @@ class TorchParams(EstimatorParams):
         argument_checks.make_choice_check(*LOSS_REDUCTIONS),
         default=None,
     )
+    class_weight: Parameter[str | Mapping[Any, float]] = Parameter(
+        "Weight of each row in the loss by the class in its label: a dict by class, in which "
+        'classes that are left out have the weight 1, or `"balanced"`, with which all classes '
+        "count alike.",
+        check_class_weight,
+        default=None,
+    )
     metrics: Parameter[Sequence[Any]] = Parameter(
         "Functions of (output, label), averaged over rows, or metrics of torchmetrics; a list "
         "inside the list gives one per label.",
@@ -99,6 +108,13 @@ class TorchParams(EstimatorParams):
     input_dtypes: Parameter[Sequence[str]] = Parameter(
         'Type of each input\'s tensor, such as `"int64"`; without it, `"float32"`.',
         _check_dtypes,
+        default=None,
+    )
+    output: Parameter[str | Sequence[str]] = Parameter(
+        'Field of the model\'s result for each label, such as `"logits"`, of a model that returns '
+        "a dict, a dataclass, a named tuple or a `ModelOutput`. Without it, the only tensor in the "
+        "result, or the fields with the names of the labels.",
+        param_checks.check_output_names,
         default=None,
     )
     train_minibatch_fn: Parameter[Callable[..., Any]] = Parameter(

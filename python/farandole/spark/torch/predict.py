@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
+    from farandole.spark.torch.columns.model_calls import ModelCall
+
 
 @dataclass(frozen=True, kw_only=True)
 class TorchPredictor(BatchPredictor):
@@ -27,6 +29,7 @@ class TorchPredictor(BatchPredictor):
 
     shapes: list[list[int]] | None
     dtypes: list[str] | None
+    call: ModelCall
     use_gpu: bool | None
     function: Any = None
     """Makes outputs of the model and its inputs; `None` calls the model."""
@@ -80,6 +83,7 @@ class TorchPredictor(BatchPredictor):
             self.shapes,
             self.dtypes or ["float32"] * len(self.groups),
             self.encoding,
+            self.call.arguments,
         )
         return [input_tensor(tensors, one, rows, torch.device("cpu")) for one in inputs]
 
@@ -89,15 +93,16 @@ class TorchPredictor(BatchPredictor):
         """Like `BatchPredictor.call_model`."""
         import torch
 
-        from farandole.spark.torch.columns.tensors import describe_input_misfit, flat_outputs
+        from farandole.spark.torch.model_trial import misfit_message
 
         device = next((one.device for one in model.parameters()), torch.device("cpu"))
         inputs = [one.to(device) for one in self.create_inputs(columns, rows, model)]
         with torch.inference_mode():
             try:
-                value = model(*inputs) if self.function is None else self.function(model, *inputs)
+                own = model if self.function is None else partial(self.function, model)
+                value = self.call.call_model(own, inputs)
             except Exception as error:  # noqa: BLE001 - told in a sentence, Spark adds the rest
                 names = [", ".join(group) for group in self.groups]
-                raise ValueError(describe_input_misfit(names, inputs, error)) from None
-            found = flat_outputs(value, len(self.labels))
+                raise ValueError(misfit_message(self.call, model, names, inputs, error)) from None
+            found = self.call.output_tensors(value)
             return [output.float().cpu().numpy() for output in found]

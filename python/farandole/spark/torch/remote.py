@@ -97,8 +97,12 @@ class _TorchTrainer:
             partial(hvd.elastic.TorchState, self.model, self.optimizer),
         )
         self.checkpoints = RunCheckpoints(job, self.rank, moves=self.elastic_run.moves)
-        losses = construct_losses(
-            objects, model=self.model, optimizer=self.optimizer, rank=self.rank, size=self.size
+        losses = (
+            construct_losses(
+                objects, model=self.model, optimizer=self.optimizer, rank=self.rank, size=self.size
+            )
+            if job.own_loss is None
+            else [job.own_loss] * len(job.labels)
         )
         callable_model = torch.compile(self.model) if job.loop.compile else self.model
         self.batches = BatchEvaluator(

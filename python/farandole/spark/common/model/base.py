@@ -28,6 +28,7 @@ from farandole.spark.common.model.output_columns import (
     parse_outputs,
     rename_columns_to_numbers,
 )
+from farandole.spark.common.param_checks import feature_groups
 from farandole.spark.common.parameter import Parameter
 from farandole.spark.common.params import ModelParams
 from farandole.spark.common.show.progress import ProgressLines
@@ -474,9 +475,7 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
 
     def _input_columns(self) -> list[list[str]]:
         """Returns the columns of each of the model's inputs, as in the estimator."""
-        return [
-            [one] if isinstance(one, str) else list(one) for one in self.getFeatureColumns() or []
-        ]
+        return feature_groups(self.getFeatureColumns())
 
     def history_frame(self) -> pd.DataFrame:
         """Returns the history as a pandas frame: a row per epoch, `loss`, each metric, and the

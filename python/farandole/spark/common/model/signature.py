@@ -20,11 +20,23 @@ class ModelInput:
     """Shape of one batch, -1 for its rows."""
     dtype: str = "float32"
     """Name of the type of the elements that the model gets."""
+    argument: tuple[str, ...] = ()
+    """Name of the model's argument, and keys of dicts below it; empty for a position."""
 
     @property
     def name(self) -> str:
         """The name in messages."""
         return self.columns[0] if len(self.columns) == 1 else f"[{', '.join(self.columns)}]"
+
+    @property
+    def short_name(self) -> str:
+        """The argument, or the columns if the model takes its inputs by position."""
+        return ".".join(self.argument) or self.name
+
+    @property
+    def argument_with_columns(self) -> str:
+        """The name in messages, with the argument if there is one."""
+        return f"{'.'.join(self.argument)}={self.name}" if self.argument else self.name
 
 
 def format_batch_shape(shape: Sequence[int]) -> str:
@@ -40,8 +52,8 @@ def describe_column_mapping(inputs: Iterable[Any], outputs: Iterable[str]) -> st
         outputs: words for each output.
     """
     goes = ", ".join(
-        f"{one.name} -> {'nested ' if getattr(one, 'nested', False) else ''}{one.dtype} "
-        f"{format_batch_shape(one.shape)}"
+        f"{one.argument_with_columns} -> {'nested ' if getattr(one, 'nested', False) else ''}"
+        f"{one.dtype} {format_batch_shape(one.shape)}"
         for one in inputs
     )
     return f"the model gets {goes}; it returns {', '.join(outputs)}"
@@ -55,6 +67,7 @@ def input_signature(inputs: Iterable[Any]) -> list[dict[str, Any]]:
     """
     return [
         {"columns": list(one.columns), "shape": list(one.shape), "dtype": one.dtype}
+        | ({"argument": list(one.argument)} if one.argument else {})
         | {name: True for name in ("ragged", "nested") if getattr(one, name, False)}
         for one in inputs
     ]

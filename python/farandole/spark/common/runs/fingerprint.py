@@ -34,7 +34,7 @@ RESULT_PARAMS = frozenset(
     {
         "model", "optimizer", "loss", "loss_constructors", "loss_weights", "loss_reduction",
         "sample_weight_col",
-        "feature_cols",
+        "feature_cols", "output", "class_weight",
         "label_cols", "validation", "batch_size", "random_seed", "shuffle", "train_steps_per_epoch",
         "validation_steps_per_epoch", "label_shapes", "input_shapes", "input_dtypes",
         "backward_passes_per_step",

@@ -51,6 +51,7 @@ def create_torch_inputs(
     shapes: Sequence[Sequence[int]] | None,
     dtypes: Sequence[str] | None,
     known: PreparedData | ColumnEncoding,
+    arguments: Sequence[tuple[str, ...]] = (),
 ) -> tuple[TorchInput, ...]:
     """Returns the tensor that each group of feature columns becomes.
 
@@ -61,6 +62,7 @@ def create_torch_inputs(
         dtypes: one per input, where the user set them.
         known: categories and ragged columns. Without `dtypes`, an input of nothing but categories
             is int64, as embeddings take it, and so are lists of integers of different lengths.
+        arguments: path of each input, of a model that takes its inputs by keyword.
 
     Raises:
         ValueError: a column of lists is listed together with others.
@@ -79,7 +81,14 @@ def create_torch_inputs(
         dtype = ("int64" if indices else "float32") if dtypes is None else dtypes[index]
         nested = any(known.ragged[name].nested for name in lists)
         made.append(
-            TorchInput(tuple(group), (-1, *shape), dtype, ragged=bool(lists), nested=nested)
+            TorchInput(
+                tuple(group),
+                (-1, *shape),
+                dtype,
+                arguments[index] if arguments else (),
+                ragged=bool(lists),
+                nested=nested,
+            )
         )
     return tuple(made)
 
@@ -214,31 +223,6 @@ def label_tensor(
     return to_device(values, getattr(torch, torch_label.dtype), device)
 
 
-def flat_outputs(value: Any, labels: int) -> list[torch.Tensor]:
-    """Returns a model's outputs as a list, one per label.
-
-    Args:
-        value: output of the model: a tensor, or a tuple or list of tensors.
-        labels: expected number of outputs.
-
-    Raises:
-        ValueError: the output has another type, or another number of tensors.
-    """
-    outputs = [value] if isinstance(value, torch.Tensor) else value
-    if not isinstance(outputs, list | tuple) or not all(
-        isinstance(output, torch.Tensor) for output in outputs
-    ):
-        raise ValueError(
-            f"the model must return a tensor or a tuple of tensors, it returned "
-            f"{_describe_type(value)}"
-        )
-    if len(outputs) != labels:
-        raise ValueError(
-            f"label column count {labels} must equal the count of model outputs {len(outputs)}"
-        )
-    return list(outputs)
-
-
 def describe_input_misfit(
     names: Sequence[str], inputs: Sequence[torch.Tensor], error: Exception
 ) -> str:
@@ -256,7 +240,7 @@ def describe_input_misfit(
 
 
 def describe_output_with_label(
-    label: TorchLabel, output: torch.Tensor, loss: Callable[..., Any]
+    label: TorchLabel, output: torch.Tensor, loss: Callable[..., Any], field: str = ""
 ) -> str:
     """Describes for the user what an output is compared with.
 
@@ -264,12 +248,8 @@ def describe_output_with_label(
         label: the label column.
         output: output of the model for some rows.
         loss: loss of the label.
+        field: name of the output in the model's result, if it has one.
     """
     shape, name = format_batch_shape((-1, *output.shape[1:])), type(loss).__name__
+    shape = f"{field} {shape}" if field else shape
     return f"{shape} with {label.column.name} {label.dtype} by {getattr(loss, '__name__', name)}"
-
-
-def _describe_type(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return f"{type(value).__name__} of {', '.join(type(each).__name__ for each in value)}"
-    return type(value).__name__

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import warnings
 from copy import deepcopy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,13 +17,14 @@ from farandole.spark.common.model.onnx import (
     signature_input_names,
     synthetic_input,
 )
-from farandole.spark.torch.columns.tensors import flat_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     import numpy.typing as npt
+
+    from farandole.spark.torch.columns.model_calls import ModelCall
 
     Array = npt.NDArray[Any]
 
@@ -39,6 +41,7 @@ def export_onnx(
     path: Path,
     function: Callable[..., Any] | None,
     opset: int | None,
+    call: ModelCall,
 ) -> Callable[[Sequence[Array]], list[Array]]:
     """Writes a model as ONNX.
 
@@ -49,6 +52,7 @@ def export_onnx(
         path: of the file.
         function: makes outputs of the model and its inputs; `None` calls the model.
         opset: version of ONNX's operators; `None` is the exporter's.
+        call: the call of the model.
 
     Returns:
         The function that predicts arrays of the inputs.
@@ -56,7 +60,7 @@ def export_onnx(
     Raises:
         ValueError: the model cannot be exported.
     """
-    traced = _TracedTorchModel(deepcopy(model).cpu(), function, len(outputs)).eval()
+    traced = _TracedTorchModel(deepcopy(model).cpu(), function, call).eval()
     write_onnx(traced, signature, outputs, path, opset, name=type(model).__name__)
 
     def predict_arrays(batch: Sequence[Array]) -> list[Array]:
@@ -70,16 +74,15 @@ class _TracedTorchModel(torch.nn.Module):
     """The model as `transform` calls it: outputs are a tuple, floats, one row of each per row."""
 
     def __init__(
-        self, model: torch.nn.Module, function: Callable[..., Any] | None, outputs: int
+        self, model: torch.nn.Module, function: Callable[..., Any] | None, call: ModelCall
     ) -> None:
         super().__init__()
-        self.model, self._function, self._outputs = model, function, outputs
+        self.model, self._function, self._model_call = model, function, call
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        value = (
-            self.model(*inputs) if self._function is None else self._function(self.model, *inputs)
-        )
-        return tuple(one.float() for one in flat_outputs(value, self._outputs))
+        own = self.model if self._function is None else partial(self._function, self.model)
+        value = self._model_call.call_model(own, inputs)
+        return tuple(one.float() for one in self._model_call.output_tensors(value))
 
 
 def write_onnx(

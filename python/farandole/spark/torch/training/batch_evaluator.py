@@ -13,9 +13,9 @@ import torch
 
 from farandole.spark.torch.columns.loss_terms import LabelLoss, LossTerm
 from farandole.spark.torch.columns.losses import shape_label
+from farandole.spark.torch.columns.model_calls import inputs_by_key
 from farandole.spark.torch.columns.tensors import (
     check_finite_inputs,
-    flat_outputs,
     input_tensor,
     label_tensor,
     to_device,
@@ -66,7 +66,7 @@ class BatchEvaluator:
         self.weight_seen = 0.0
         self._losses = list(losses)
         self._label_losses = [
-            LabelLoss(loss, one, job.loss_reduction, share, weighted=job.weight is not None)
+            LabelLoss(loss, one, job.loss_reduction, share, weighted=job.has_weights)
             for loss, one, share in zip(losses, job.labels, job.loss_weights, strict=True)
         ]
         self.counter = LabelCounter(self._label_losses, job.labels)
@@ -79,18 +79,36 @@ class BatchEvaluator:
         """
         # Batch normalisation needs two rows in training, and every rank needs a backward pass.
         # Therefore a batch with fewer rows is padded.
-        valid, count = rows.valid, rows.count
+        valid, count, call = rows.valid, rows.count, self.job.call
+        given = [] if self.job.own_loss is None else self._label_arguments(rows, count)
         with ignore_padding_in_buffers(self.module, valid, count):
-            value = self.model(*self.input_tensors(rows, count))
-        outputs = flat_outputs(value, len(self.job.labels))
+            value = call.call_model(self.model, self.input_tensors(rows, count), given)
+        own = None
+        if given:
+            own, value = call.split_own_loss(value)
+        outputs = call.output_tensors(value)
         if valid == 0:
-            return outputs, outputs, zero_loss_terms(outputs)
+            compared = [own] * len(outputs) if own is not None and own.isfinite() else outputs
+            return outputs, outputs, zero_loss_terms(compared)
         outputs = [output[:valid] for output in outputs]
         outputs, labels = self.shape_labels(outputs, self.label_tensors(rows, valid))
-        terms = self.loss_terms(
-            outputs, labels, self.weight_tensor(rows, valid), self.counter.count_batch(rows)
-        )
-        return outputs, labels, terms
+        counts, weights = self.counter.count_batch(rows), self.weight_tensor(rows, valid)
+        compared = outputs
+        if own is not None:
+            # The padding repeats the first row: it is the only row that counts, so a mean stays
+            # the same. A mean of ignored labels is NaN, and the output has a gradient of 0.
+            own = own * (valid / count) if self.job.loss_reduction == "sum" else own
+            compared = [
+                own if each else output for each, output in zip(counts, outputs, strict=True)
+            ]
+        return outputs, labels, self.loss_terms(outputs, labels, weights, counts, compared)
+
+    def _label_arguments(self, rows: PaddedRankBatch, count: int) -> list[torch.Tensor]:
+        """Returns the labels as the model takes them for its own loss."""
+        return [
+            label if one.shape is None else label.reshape(one.shape)
+            for one, label in zip(self.job.labels, self.label_tensors(rows, count), strict=True)
+        ]
 
     def input_tensors(self, rows: PaddedRankBatch, count: int) -> list[torch.Tensor]:
         """Returns the model's arguments."""
@@ -106,6 +124,13 @@ class BatchEvaluator:
 
     def weight_tensor(self, rows: PaddedRankBatch, count: int) -> torch.Tensor | None:
         """Returns the weight of each row, where there are weights."""
+        weights = self._column_weights(rows, count)
+        if self.job.class_weights is None:
+            return weights
+        label = rows.columns[self.job.labels[0].column.name][:count].to(self.device)
+        return self.job.class_weights.weigh_rows(label, weights)
+
+    def _column_weights(self, rows: PaddedRankBatch, count: int) -> torch.Tensor | None:
         if self.job.weight is None:
             return None
         weights = to_device(
@@ -121,10 +146,10 @@ class BatchEvaluator:
         """Outputs, and labels in the shapes that their losses expect.
 
         Args:
-            outputs: of the model; one alone may come without its list.
+            outputs: result of the model, or a list of its outputs.
             labels: as the columns hold them.
         """
-        outputs = flat_outputs(outputs, len(self.job.labels))
+        outputs = self.job.call.select_outputs(outputs)
         pairs = zip(self.job.labels, labels, outputs, strict=True)
         return outputs, [shape_label(label, output, one.shape) for one, label, output in pairs]
 
@@ -134,6 +159,7 @@ class BatchEvaluator:
         labels: list[torch.Tensor],
         weights: torch.Tensor | None,
         counts: Sequence[float],
+        compared: Sequence[torch.Tensor] | None = None,
     ) -> list[LossTerm]:
         """Returns the losses of the labels, each multiplied by the label's loss weight.
 
@@ -142,13 +168,14 @@ class BatchEvaluator:
             labels: in the shapes that their losses expect.
             weights: one per row, or `None`.
             counts: what the losses of these rows are divided by.
+            compared: first argument of each label's loss; without it, the outputs.
 
         Raises:
             ValueError: a label is no class that its output has.
         """
         if self.first_pass:
             self._check_label_classes(outputs, labels)
-        found = zip(self._label_losses, outputs, labels, counts, strict=True)
+        found = zip(self._label_losses, compared or outputs, labels, counts, strict=True)
         return [
             loss.batch_loss_term(output, label, weights, count)
             for loss, output, label, count in found
@@ -231,7 +258,7 @@ class UserMinibatchFunction:
 
         def loss_fn(outputs: Any, labels: Any, weights: Any = None) -> torch.Tensor:
             self._has_pending_gradients = True
-            outputs = flat_outputs(outputs, len(batches.job.labels))
+            outputs = batches.job.call.select_outputs(outputs)
             few = [output[:valid] for output in outputs], [label[:valid] for label in labels]
             terms = (
                 batches.loss_terms(
@@ -245,12 +272,14 @@ class UserMinibatchFunction:
             told.append(terms)
             return counts.step_loss(terms)
 
+        tensors = batches.input_tensors(rows, count)
+        by_keyword = any(batches.job.call.arguments)
         arguments = (
             batches.model,
             self._stepper.optimizer,
             batches.shape_labels,
             loss_fn,
-            batches.input_tensors(rows, count),
+            inputs_by_key(batches.job.inputs, tensors) if by_keyword else tensors,
             batches.label_tensors(rows, count),
             batches.weight_tensor(rows, count),
             passes,
