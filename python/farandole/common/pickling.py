@@ -33,6 +33,10 @@ class SourceFilePickler(cloudpickle.Pickler):
     dispatch_table = _CLOUDPICKLE_DISPATCH_TABLE.new_child({types.CodeType: _reduce_code})
 
 
+Pickler = SourceFilePickler
+"""The name by which `torch.save` finds the pickler in its `pickle_module`."""
+
+
 def pickle_by_value(value: Any) -> bytes:
     """Pickles a value; `cloudpickle.loads` and `pickle.loads` read it.
 

@@ -8,7 +8,6 @@ import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from farandole.runner.backend import max_processes
 from farandole.spark.common.datamodule import resolve_data_module_class
 from farandole.spark.common.runs.digests import class_name
 from farandole.spark.common.runs.fingerprint import FingerprintPart
@@ -33,6 +32,8 @@ from farandole.spark.torch.saving.persistence import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from farandole.data.prepare import PreparedData as Prepared
@@ -64,8 +65,8 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
     model and parameters that it was started with.
     """
 
-    def _check_params(self) -> None:
-        super()._check_params()
+    def _check_settings(self) -> None:
+        super()._check_settings()
         if self._lightning_package() is None:
             if self.getOptimizer() is None:
                 raise ValueError("optimizer is required for a plain module")
@@ -112,7 +113,7 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
             found = driver_checks.model_outputs(job.inputs, job.labels, module, sampled.rows)
             sizes = [output[0].numel() for output in found]
         if isinstance(objects.data_module, type | None):  # else its rows and batches are unknown
-            most, changes = max_processes(backend), objects.transformation
+            most, changes = backend.max_processes(), objects.transformation
             if is_plain:
                 try_unknown_losses(job, losses, module.model, changes, processes=most)
             else:
@@ -130,8 +131,19 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
             output_sizes=sizes,
             load_result=load_result,
             create_example=lambda model: self._create_example(job, model, sampled.rows),
+            create_model_kwargs=lambda model, history, run_id, metadata: self._get_model_kwargs(
+                model, history, None, run_id, metadata
+            ),
             model_params=self._model_params(prepared, job.inputs),
         )
+
+    def _removed_columns(self) -> frozenset[str]:
+        """Returns the columns that a `LightningModule` does not get: its batches have whatever the
+        transformation returns.
+        """
+        if self._lightning_package() is None or self.getTransformationFn() is None:
+            return frozenset()
+        return frozenset(self.getTransformationRemovedFields() or ())
 
     def _create_example(
         self, job: LightningTrainingJob, module: torch.nn.Module, rows: dict[str, torch.Tensor]
@@ -167,8 +179,8 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
         losses: list[Any],
     ) -> tuple[LightningTrainingJob, LightningUserObjects]:
         """Returns the run's description, and a copy of the user's objects."""
-        package, names = self._lightning_package(), self.getLabelCols()
-        mapped = driver_checks.map_labels(names, sampled.columns, losses, self.getLabelShapes())
+        package, (names, shapes) = self._lightning_package(), self._present_labels()
+        mapped = driver_checks.map_labels(names, sampled.columns, losses[: len(names)], shapes)
         labels = tuple(TorchLabel(*one) for one in mapped)
         objects = LightningUserObjects(
             module=self.getModel(),
@@ -201,6 +213,7 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
                 weight=self.getSampleWeightCol(),
                 reduction=self.getLossReduction(),
             )
+        weight = self.getSampleWeightCol()
         packed = state_bytes.pickle_job_objects(
             objects,
             module="model",
@@ -214,6 +227,7 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
             labels=labels,
             package=package or installed,
             batches=package is not None,
+            more_columns=() if package is None else _more_columns(sampled, names, weight),
             log_every=self.getLogEveryNSteps(),
             gpus=self.getNumGpus(),
             allow_pickle=self.getAllowPickle(),
@@ -230,6 +244,14 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
         constructed = self.getLoss() is None
         objects = TorchUserObjects(model, optimizer, losses, constructed, [], None)
         return construct_losses(objects, model=model, optimizer=optimizer, rank=0, size=1)
+
+
+def _more_columns(
+    sampled: SampledColumns, labels: Sequence[str], weight: str | None
+) -> tuple[str, ...]:
+    """Returns the columns that the transformation makes besides inputs, labels and weights."""
+    known = {*labels, weight, *(name for one in sampled.inputs for name in one.columns)}
+    return tuple(name for name in sampled.columns if name not in known)
 
 
 def _placeholder_loss(_output: Any, _label: Any) -> None:

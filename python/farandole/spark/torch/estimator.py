@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from farandole.runner.backend import max_processes
 from farandole.spark.common.datamodule import resolve_data_module_class
 from farandole.spark.common.runs.fingerprint import FingerprintPart
 from farandole.spark.common.training_plan import FrameworkTrainingJob
@@ -59,8 +58,8 @@ class TorchEstimator(TorchEstimatorBase):
     Each fit of a tuner or with a map of parameters has its own run.
     """
 
-    def _check_params(self) -> None:
-        super()._check_params()
+    def _check_settings(self) -> None:
+        super()._check_settings()
         self._check_optimizer()
         losses = self._label_losses()
         if self.getLossConstructors() is None:
@@ -88,7 +87,7 @@ class TorchEstimator(TorchEstimatorBase):
         outputs = driver_checks.try_model(job, objects, losses, sampled.rows)
         if self.getDataModule() is None:
             driver_checks.check_batch_norms(job, objects.model, sampled.rows, processes)
-        most = max_processes(backend)
+        most = backend.max_processes()
         try_unknown_losses(job, losses, objects.model, objects.transformation, processes=most)
 
         def load_result(trained: TorchTrainingResult) -> torch.nn.Module:
@@ -106,10 +105,10 @@ class TorchEstimator(TorchEstimatorBase):
             load_result=load_result,
             create_example=lambda _model: driver_checks.model_example(job, sampled.rows, outputs),
             output_words=list(map(describe_output_with_label, job.labels, outputs, losses)),
-            model_params={
-                **self._model_params(prepared, job.inputs),
-                "optimizer": objects.optimizer,
-            },
+            create_model_kwargs=lambda model, history, run_id, metadata: self._get_model_kwargs(
+                model, history, objects.optimizer, run_id, metadata
+            ),
+            model_params=self._model_params(prepared, job.inputs),
         )
 
     def _framework_fingerprint_parts(self) -> list[FingerprintPart]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast
 
 from pyspark.ml.util import DefaultParamsReader, MLReadable, MLReader, MLWritable, MLWriter
 
+from farandole.spark.common.data.column_metadata import metadata_as_plain_values
 from farandole.spark.common.model.output_columns import outputs_as_dicts
 from farandole.spark.common.saving import store_backend
 from farandole.spark.common.saving.save_directory import SaveDirectory
@@ -71,6 +72,8 @@ class ParamsWriter(MLWriter):
         }
         if "outputs" in values:
             values["outputs"] = outputs_as_dicts(values["outputs"])
+        if "_metadata" in values:
+            values["_metadata"] = metadata_as_plain_values(values["_metadata"])
         values.pop(
             ALLOW_PICKLE_PARAMETER, None
         )  # a file must not contain the consent to run what it contains
