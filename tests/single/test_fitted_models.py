@@ -239,8 +239,12 @@ def test_part_of_an_input_and_columns_of_a_plain_module_cannot_be_removed(texts)
         words_estimator(texts, feature_cols=[["text", "y2"]], label_cols=["y"])._sample_columns(
             None, Here()
         )
+    module = linear()
+    plain = words_estimator(
+        texts,
+        model=module,
+        loss=torch.nn.MSELoss(),
+        optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+    )
     with pytest.raises(ValueError, match="returns no columns with these names: text, y"):
-        words_estimator(
-            texts, model=linear(), loss=torch.nn.MSELoss(),
-            optimizer=torch.optim.SGD(linear().parameters(), lr=0.1),
-        ).fit_on_parquet()  # fmt: skip
+        plain.fit_on_parquet()

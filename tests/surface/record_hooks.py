@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Fits a subclass of an estimator that records the calls of its hooks: `python -m
-tests.surface.record_hooks torch fit hook ...`, in a process of its own, which loads one framework.
+"""Records the calls of overridden methods, in a process of its own that loads one framework:
+`python -m tests.surface.record_hooks torch fit`, or `... callbacks`.
 
-Prints JSON: the hooks in the order of their first calls, with the names of their arguments.
+Prints JSON: for each class, the methods in the order of their first calls, with the names of their
+arguments.
 """
 
 import inspect
@@ -11,14 +12,23 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from tests.surface import hooks
+
+CLASS_MODULE = {
+    "torch": "horovod.spark.torch.estimator: Torch",
+    "lightning": "horovod.spark.lightning.estimator: Torch",
+    "keras": "horovod.spark.keras.estimator: Keras",
+}
+"""Beginning of the names of a framework's estimator and model in the table."""
 
 
 def recording(kind, names, calls):
-    """Returns a subclass whose methods of these names record how they are called."""
+    """Returns a subclass whose methods of these names record how they are called first."""
 
     def record_calls(name):
         inner = getattr(kind, name)
@@ -37,9 +47,6 @@ def recording(kind, names, calls):
 class PlainBackend:
     """What Horovod asks of a backend: no class of ours."""
 
-    def __init__(self):
-        self.runs = 0
-
     def num_processes(self):
         """One, this process."""
         return 1
@@ -47,7 +54,6 @@ class PlainBackend:
     def run(self, fn, args, kwargs, env):
         """Runs the function here."""
         assert isinstance(env, dict)
-        self.runs += 1
         return [fn(*args, **kwargs)]
 
 
@@ -83,46 +89,87 @@ def estimator_of(framework):
     return TorchEstimator, torch_arguments()
 
 
-def main(framework, way, names):
-    """Fits, and prints the calls, the class of the result and the backend's runs."""
+def record_fit(framework, way):
+    """Returns the calls of a fit, by class, and what the fit made."""
+    from farandole.spark.common.store import LocalStore
+
     x = np.random.default_rng(0).normal(size=(16, 2)).astype(np.float32)
     lists = pa.FixedSizeListArray.from_arrays(pa.array(x.reshape(-1)), 2)
     table = pa.table({"x": lists, "y": pa.array(x.sum(axis=1))})
     kind, arguments = estimator_of(framework)
-    calls, backend = {}, PlainBackend()
+    module = CLASS_MODULE[framework]
+    calls = {name: {} for name in ("estimator", "model", "backend", "store")}
+    recorded = recording(kind, hooks.CALLED[f"{module}Estimator"], calls["estimator"])
+    plain = recorded.get_model_class
+
+    def get_model_class(self):
+        rows = [name for name in hooks.CALLED[f"{module}Model"] if name != "_transform"]
+        model = recording(plain(self), rows, calls["model"])
+
+        def _transform(_self, dataset):
+            calls["model"].setdefault("_transform", ["dataset"])
+            return dataset
+
+        model._transform = _transform
+        return model
+
+    recorded.get_model_class = get_model_class
+    backend = recording(PlainBackend, ("num_processes", "run"), calls["backend"])()
     with tempfile.TemporaryDirectory() as directory:
         if way == "fit_on_parquet":
             place = Path(directory, "intermediate_train_data")
             place.mkdir()
             pq.write_table(table, place / "part-0.parquet")
-        recorded = recording(kind, names, calls)
-
-        def get_model_class(self):
-            calls.setdefault("get_model_class", [])
-            model = super(recorded, self).get_model_class()
-            return type("ModelOfSubclass", (model,), {})
-
-        recorded.get_model_class = get_model_class
+        store = recording(LocalStore, hooks.STORE, calls["store"])(directory)
+        calls["store"].clear()
         estimator = recorded(
             feature_cols=["x"], label_cols=["y"], batch_size=8, verbose=0, backend=backend,
-            store=directory, **arguments,
+            store=store, **arguments,
         )  # fmt: skip
         fitted = estimator.fit(table) if way == "fit" else estimator.fit_on_parquet()
+    assert fitted.transform("a frame") == "a frame"
+    if framework != "keras":
+        fitted.getOptimizer()
     metadata = fitted._get_metadata()
-    print(
-        json.dumps(
-            {
-                "calls": list(calls.items()),
-                "model": type(fitted).__name__,
-                "runs": backend.runs,
-                "metadata": {
-                    name: one["spark_data_type"].__name__ for name, one in metadata.items()
-                },
-                "run": fitted.getRunId(),
-            }
-        )
-    )
+    return {
+        "calls": {name: list(found.items()) for name, found in calls.items()},
+        "model": type(fitted).__name__,
+        "metadata": {name: one["spark_data_type"].__name__ for name, one in metadata.items()},
+        "run": fitted.getRunId(),
+    }
+
+
+def record_callbacks():
+    """Returns the calls of each callback in a fit of Keras's own."""
+    import keras
+
+    import farandole.keras as hvd
+    from farandole._keras import callbacks, elastic
+
+    hvd.init()
+    arguments = keras_arguments()
+    model = arguments.pop("model")
+    model.compile(**arguments)
+    state = SimpleNamespace(commit=lambda: None, batch=0, epoch=0)
+    given = {
+        "BroadcastGlobalVariablesCallback": (0, "", model.weights[:1]),
+        "LearningRateScheduleCallback": (0.01, lambda _: 1.0, 0, None, False, True, 2),
+        "LearningRateWarmupCallback": (0.01, 1, True, 2),
+    }
+    found = {}
+    for name, rows in hooks.CALLBACKS.items():
+        kind = getattr(elastic if "State" in name else callbacks, name)
+        calls = found[name] = {}
+        more = (state,) if "State" in name else given.get(name, ())
+        model.fit(
+            np.ones((16, 2)), np.ones(16), batch_size=8, verbose=0,
+            callbacks=[recording(kind, rows, calls)(*more)],
+        )  # fmt: skip
+    assert keras.backend.backend() == "torch"
+    hvd.shutdown()
+    return found
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3:])
+    found = record_callbacks() if sys.argv[1] == "callbacks" else record_fit(*sys.argv[1:])
+    print(json.dumps(found))
