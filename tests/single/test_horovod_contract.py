@@ -77,6 +77,7 @@ def without_kwargs(_, fn, args=(), env=None):
 
 
 def anything(_, fn, **given):
+    assert "on_progress" not in given
     return fn, given["args"], given["kwargs"], given["env"]
 
 
@@ -91,7 +92,8 @@ def test_a_backend_is_anything_with_horovods_two_methods(base, run):
     assert adapted.through(None).num_processes() == 3
     adapted.check()
     assert adapted.num_processes() == adapted.max_processes() == 3
-    found = adapted.run(len, args=([1],), kwargs={}, env={"A": "b"})
+    progress = {"on_progress": print} if adapted is not own else {}
+    found = adapted.run(len, args=([1],), kwargs={}, env={"A": "b"}, **progress)
     assert found == (len, ([1],), {}, {"A": "b"})
     assert adapted.run(len, args=(), kwargs={}, env={}) == (len, (), {}, {})
 

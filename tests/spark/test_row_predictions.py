@@ -15,6 +15,7 @@ import pyarrow as pa
 import pytest
 import torch
 from pyspark.ml.linalg import Vectors, VectorUDT
+from pyspark.ml.param import Param, Params
 from pyspark.sql import types
 
 from farandole.spark.common.model.spark_rows import spark_rows
@@ -64,12 +65,32 @@ def test_rows_of_batches_are_those_of_the_frame(spark):
     ]
 
 
+class Tokenizer:
+    """What JSON cannot hold."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def length(self, text):
+        return float(len(text)) * self.factor
+
+
 class RowModel(TorchModel):
     """Predicts from a text and a vector, one row after the other."""
 
+    tokenizer = Param(Params._dummy(), "tokenizer", "makes a number of a text")
+    limit = Param(Params._dummy(), "limit", "of texts")
+
+    def __init__(self, **given):
+        super().__init__()
+        self._setDefault(tokenizer=Tokenizer(0.0), limit=7, outputCols=["output"])
+        self._set(**given)
+
     def get_prediction_fn(self):
+        tokenizer = self.getOrDefault("tokenizer")
+
         def predict(model, row):
-            return model(torch.tensor([[float(len(row["text"])), *row["x"].toArray()]]))
+            return model(torch.tensor([[tokenizer.length(row["text"]), *row["x"].toArray()]]))
 
         return predict
 
@@ -78,7 +99,7 @@ class BatchModel(TorchModel):
     """The default."""
 
 
-def test_a_function_of_rows_predicts_as_one_of_batches(spark):
+def test_a_function_of_rows_predicts_as_one_of_batches(spark, tmp_path):
     torch.manual_seed(0)
     module = torch.nn.Linear(3, 2)
     rows = [
@@ -86,10 +107,15 @@ def test_a_function_of_rows_predicts_as_one_of_batches(spark):
     ]
     frame = spark.createDataFrame(rows, ["text", "size", "x", "y"])
     common = {"model": module, "label_columns": ["y"]}
-    own = RowModel(feature_columns=["text", "x"], **common)
+    own = RowModel(feature_columns=["text", "x"], tokenizer=Tokenizer(1.0), limit=9, **common)
     usual = BatchModel(feature_columns=[["size", "x"]], **common)
-    found = own.transform(frame, {own.outputCols: ["z"]})
-    assert found.columns == ["text", "size", "x", "y", "z"]
     expected = [row["y__output"].toArray() for row in usual.transform(frame).collect()]
-    for row, values in zip(found.collect(), expected, strict=True):
-        assert row["z"].toArray() == pytest.approx(values, rel=1e-6)
+    own.write().save(str(tmp_path / "model"))
+    loaded = RowModel.load(str(tmp_path / "model"))
+    assert loaded.getOrDefault("tokenizer").factor == 1.0
+    assert loaded.getOrDefault("limit") == 9
+    for model in (own, loaded):
+        found = model.transform(frame, {model.outputCols: ["z"]})
+        assert found.columns == ["text", "size", "x", "y", "z"]
+        for row, values in zip(found.collect(), expected, strict=True):
+            assert row["z"].toArray() == pytest.approx(values, rel=1e-6)

@@ -7,6 +7,7 @@ Prints JSON: for each class, the methods in the order of their first calls, with
 arguments.
 """
 
+import functools
 import inspect
 import json
 import sys
@@ -34,6 +35,7 @@ def recording(kind, names, calls):
         inner = getattr(kind, name)
         signature = inspect.signature(inner)
 
+        @functools.wraps(inner)
         def method(self, *args, **kwargs):
             bound = signature.bind(self, *args, **kwargs)
             calls.setdefault(name, [one for one in bound.arguments if one != "self"])

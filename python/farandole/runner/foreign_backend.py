@@ -36,7 +36,7 @@ class ForeignBackend(Backend):
         env: Mapping[str, str | None] | None = None,
         on_progress: OnProgress | None = None,
     ) -> list[Any]:
-        """Like `Backend.run`. An object whose `run` takes no `on_progress` reports no progress.
+        """Like `Backend.run`. An object whose `run` names no `on_progress` reports no progress.
 
         Raises:
             TypeError: The object's `run` does not take an argument that the job needs.
@@ -50,7 +50,8 @@ class ForeignBackend(Backend):
                 "has run(fn, args, kwargs, env)"
             )
         known: dict[str, Any] = {name: value for name, value in given.items() if taken(name)}
-        if on_progress is not None and taken("on_progress"):
+        # By name only: a `run` with `**kwargs` may hand them on to one that knows of no progress.
+        if "on_progress" in inspect.signature(self._inner.run).parameters:
             known["on_progress"] = on_progress
         return self._inner.run(fn, **known)
 
