@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The parameters of all estimators, and of all fitted models."""
 
-# ruff: noqa: N802, PLC0415 - names are Spark ML's; pyarrow is loaded where statistics are
+# ruff: noqa: N802, N815, PLC0415 - names are Spark ML's; pyarrow is loaded where statistics are
 
 from __future__ import annotations
 
@@ -352,7 +352,7 @@ class ModelParams(DeclaredParams, HasOutputCols):
         argument_checks.accept_any_value,
         default=None,
     )
-    outputCols: Parameter[Sequence[str]] = Parameter(  # noqa: N815 - Spark ML's name
+    outputCols: Parameter[Sequence[str]] = Parameter(  # pyright: ignore[reportIncompatibleVariableOverride]
         "Names of the added columns, instead of `<label>__output`.",
         argument_checks.check_column_names,
         default=None,
