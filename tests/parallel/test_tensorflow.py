@@ -383,6 +383,21 @@ def wrong_calls_are_told_and_harm_nothing():
         hvd.allgather(tf.constant(1.0))
     with pytest.raises(tf.errors.InvalidArgumentError, match="no such process set: 9"):
         hvd.mpi_ops.size_op(9)
+    strange, splits = hvd.ProcessSet([0]), tf.constant([1, 2])
+    for number in (None, 9):
+        strange.process_set_id = number
+        for name, given in (
+            ("allreduce", (ok,)),
+            ("grouped_allreduce", ([ok, ok],)),
+            ("allgather", (ok,)),
+            ("broadcast", (ok, 0)),
+            ("broadcast_", ([tf.Variable(ok)], 0)),
+            ("alltoall", (ok, splits)),
+            ("reducescatter", (ok,)),
+        ):
+            for call in (getattr(hvd, name), tf.function(getattr(hvd, name))):
+                with pytest.raises(ValueError, match="process set is not registered"):
+                    call(*given, process_set=strange)
     with pytest.raises(ValueError, match="not both"):
         hvd.allreduce(ok, average=True, op=hvd.Sum)
     close(hvd.allreduce(ok, op=hvd.Sum), [2.0] * 3, "afterwards")

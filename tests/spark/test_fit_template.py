@@ -25,7 +25,7 @@ STEPS = (
     "fit",
     "_fit",
     "_fit_table",
-    "_fit_existing_data",
+    "_fit_on_parquet",
     "_open_fit_resources",
     "_train",
     "_run_job_with_retries",
@@ -67,7 +67,8 @@ def test_a_fit_has_one_backend_and_restarts_on_it(tmp_path):
 
 
 def test_a_backend_writes_to_the_stream_that_a_progress_bar_has_put_in_place(monkeypatch):
-    backend = KerasEstimator(num_proc=1, verbose=2, store=LocalStore("unused"))._create_backend()
+    estimated = KerasEstimator(num_proc=1, verbose=2, store=LocalStore("unused"))
+    backend = estimated._get_or_create_backend()
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     backend._kwargs["stdout"].write("a line of a worker")
     assert sys.stdout.getvalue() == "a line of a worker"

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Makes `facts.json` from an unpacked source archive of Horovod.
+"""Makes `facts.json`, and with `--hooks` `hooks.json`, from an unpacked source archive of Horovod.
 
     pip download horovod==0.28.1 --no-deps --no-binary :all:
     tar xzf horovod-0.28.1.tar.gz
     python tests/surface/extract.py horovod-0.28.1 > tests/surface/facts.json
+    python tests/surface/extract.py horovod-0.28.1 --hooks > tests/surface/hooks.json
 
 The table has names, argument names, their order and kinds, and defaults: facts that a script
-depends on, and no code. The sources are parsed, not imported.
+depends on, and no code. The sources are parsed, not imported. `hooks.json` has the methods of the
+classes that programs subclass, with the ones whose names begin with `_`.
 """
 
 import ast
@@ -139,6 +141,53 @@ def printed(facts):
     return lines(facts, 1)
 
 
+HOOK_MODULES = {
+    "horovod.spark.common.estimator": ("HorovodEstimator", "HorovodModel"),
+    "horovod.spark.common.params": ("ModelParams",),
+    "horovod.spark.torch.estimator": ("TorchEstimator", "TorchModel"),
+    "horovod.spark.keras.estimator": ("KerasEstimator", "KerasModel"),
+    "horovod.spark.lightning.estimator": ("TorchEstimator", "TorchModel"),
+    "horovod.spark.common.backend": ("Backend",),
+    "horovod.spark.common.store": ("Store", "AbstractFilesystemStore", "FilesystemStore"),
+    "horovod.common.elastic": ("State", "ObjectState"),
+    "horovod._keras.callbacks": (
+        "BroadcastGlobalVariablesCallbackImpl", "MetricAverageCallbackImpl",
+        "LearningRateScheduleCallbackImpl", "LearningRateWarmupCallbackImpl",
+    ),
+    "horovod._keras.elastic": (
+        "CommitStateCallbackImpl", "UpdateBatchStateCallbackImpl", "UpdateEpochStateCallbackImpl",
+    ),
+}  # fmt: skip
+"""Classes that programs subclass, by module."""
+
+
+def hooks_of(root):
+    """Returns the methods that a subclass may override, with their arguments: all but constructors,
+    static methods, and setters and getters of parameters, which only the user calls.
+    """
+    found = {}
+    for module, classes in HOOK_MODULES.items():
+        path = root.joinpath(*module.split(".")).with_suffix(".py")
+        for kind in ast.parse(path.read_text()).body:
+            if not isinstance(kind, ast.ClassDef) or kind.name not in classes:
+                continue
+            found[f"{module}: {kind.name}"] = {
+                method.name: arguments(method, bound=True)
+                for method in kind.body
+                if isinstance(method, ast.FunctionDef)
+                and not method.name.startswith("__")
+                and not decorators(method) & {"staticmethod", "classmethod", "property"}
+                and not is_parameter_accessor(method)
+            }
+    return found
+
+
+def is_parameter_accessor(method):
+    """Returns whether a method only sets or gets one parameter."""
+    name = method.name
+    return name.startswith(("set", "get")) and name[3:4].isupper() and name != "getOptimizer"
+
+
 def main(root):
     """Prints the table of all modules below a folder."""
     facts = {}
@@ -153,4 +202,7 @@ def main(root):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    if "--hooks" in sys.argv:
+        print(printed(hooks_of(Path(sys.argv[1]))))
+    else:
+        main(Path(sys.argv[1]))

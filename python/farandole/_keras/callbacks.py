@@ -49,7 +49,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         del device
         self.root_rank = root_rank
         self.broadcast_done = False
-        self._local_variable_ids = {id(variable) for variable in local_variables or []}
+        self._local_variable_ids: set[int] = set()
+        for variable in local_variables or []:
+            self.register_local_var(variable)
 
     def register_local_var(self, var: Any) -> None:
         """Leaves a variable to each rank."""
@@ -66,7 +68,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             optimizer.build(model.trainable_variables)
         self._broadcast_variables()
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Broadcasts if that has not been."""
         del batch, logs
         if not self.broadcast_done:
@@ -190,7 +192,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         del logs
         self.current_epoch = epoch
 
-    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Sets the rate."""
         del logs
         if self.current_epoch < self.start_epoch or (

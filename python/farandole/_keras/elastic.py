@@ -129,19 +129,20 @@ class CommitStateCallback(keras.callbacks.Callback):
         del logs
         self.batches_remaining = self.batches_per_commit
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Commits when due."""
         del batch, logs
         self.batches_remaining -= 1
         if self.batches_remaining == 0:
-            self._commit_state()
+            self.commit()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Commits."""
         del epoch, logs
-        self._commit_state()
+        self.commit()
 
-    def _commit_state(self) -> None:
+    def commit(self) -> None:
+        """Commits the state, and counts batches again."""
         self.batches_remaining = self.batches_per_commit
         self.state.commit()
 
@@ -174,7 +175,7 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
             self._steps_per_epoch = self.params["steps"]
         self.params["steps"] = self._steps_per_epoch - self.state.batch
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Takes note."""
         del logs
         self.state.batch = batch

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from farandole._native import engine
+from farandole._variables import JOB
 from farandole.common import heap, logs, termination_notices, thread_stacks
 from farandole.common.exceptions import FarandoleEnvironmentError
 from farandole.common.timeline import start_timeline, stop_timeline
@@ -26,6 +27,13 @@ if TYPE_CHECKING:
 _elastic_preloads: list[Callable[[], None]] = []
 _init_callbacks: list[Callable[[], None]] = []
 _world_ticket: tuple[str, int] | None = None
+_MPI_RANK_VARIABLES = (
+    "OMPI_COMM_WORLD_RANK",
+    "PMI_RANK",
+    "MV2_COMM_WORLD_RANK",
+    "JSM_NAMESPACE_RANK",
+)
+"""Variables in which MPI's launchers tell a process its rank."""
 
 
 def call_on_each_init(reset: Callable[[], None]) -> None:
@@ -277,23 +285,46 @@ def mpi_threads_supported() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Returns whether MPI carries the operations: never."""
-    return False
+    """Returns whether MPI carries the operations: never, because the engine has its own links.
+
+    In scripts that use Horovod's names, it says how the process was started: true under `mpirun`.
+    """
+    return _answers_as_horovod() and _is_started_by_mpi()
 
 
 def mpi_built() -> bool:
-    """Returns whether MPI was compiled in: never."""
-    return False
+    """Returns whether MPI was compiled in: never. In scripts that use Horovod's names, the same as
+    `mpi_enabled`.
+    """
+    return mpi_enabled()
 
 
 def gloo_enabled() -> bool:
-    """Returns whether Gloo carries the operations: never, because the engine has its own links."""
-    return False
+    """Returns whether Gloo carries the operations: never, because the engine has its own links.
+
+    In scripts that use Horovod's names, it says how the process was started: false under `mpirun`,
+    true under `horovodrun` and in every other case.
+    """
+    return _answers_as_horovod() and not _is_started_by_mpi()
 
 
 def gloo_built() -> bool:
-    """Returns whether Gloo was compiled in: never."""
-    return False
+    """Returns whether Gloo was compiled in: never. In scripts that use Horovod's names it is true,
+    so that they need no MPI.
+    """
+    return _answers_as_horovod()
+
+
+def _answers_as_horovod() -> bool:
+    """Returns whether the script uses Horovod's names. In a worker that does not import `horovod`
+    itself, the gradient convention shows that the program that started it has.
+    """
+    return "horovod" in sys.modules or engine.uses_horovod_gradients()
+
+
+def _is_started_by_mpi() -> bool:
+    """Returns whether an MPI launcher has started this process, and no launcher of Farandole."""
+    return JOB not in os.environ and any(name in os.environ for name in _MPI_RANK_VARIABLES)
 
 
 @functools.cache

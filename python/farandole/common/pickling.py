@@ -28,7 +28,9 @@ def _reduce_code(code: types.CodeType) -> tuple[Any, ...]:
 
 
 class Pickler(cloudpickle.Pickler):
-    """A cloudpickle pickler that keeps the files of functions."""
+    """A cloudpickle pickler that keeps the files of functions. `torch.save` finds it by this name
+    in its `pickle_module`.
+    """
 
     dispatch_table = _CLOUDPICKLE_DISPATCH_TABLE.new_child({types.CodeType: _reduce_code})
 

@@ -262,15 +262,6 @@ class LocalBackend(Backend):
         return max(self._num_proc, self._bounds.get("max_num_proc", 0))
 
 
-def max_processes(backend: Any) -> int:
-    """Returns the largest number of workers that a job of a backend may have at a time.
-
-    Args:
-        backend: A `Backend`, or a user's own object with `run` and `num_processes`.
-    """
-    return getattr(backend, "max_processes", backend.num_processes)()
-
-
 def _core_count() -> int:
     return usable_cores()
 

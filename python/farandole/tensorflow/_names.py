@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from farandole._native import engine
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -49,10 +51,10 @@ def registered_process_set_number(process_set: Any) -> int:
     """Returns the engine's number of a process set.
 
     Raises:
-        ValueError: When it has none.
+        ValueError: When it has none, or one that the engine does not know.
     """
     number = process_set.process_set_id
-    if number is None:
+    if number is None or (number != 0 and number not in engine.process_sets()):
         raise ValueError(f"the process set is not registered: {process_set!r}")
     return number
 

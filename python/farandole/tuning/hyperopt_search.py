@@ -11,6 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 from farandole.runner.backend import Backend, LocalBackend
+from farandole.runner.foreign_backend import adapt_backend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -60,7 +61,7 @@ def fmin(
         ImportError: Hyperopt is not installed.
     """
     hyperopt = _import_hyperopt()
-    where = backend or LocalBackend()
+    where = adapt_backend(backend or LocalBackend())
     size = where.num_processes()
     slots = size if slots is None else slots
     if slots < size:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from farandole.runner.backend import Backend, LocalBackend
+from farandole.runner.foreign_backend import adapt_backend
 from farandole.runner.job_slot_queue import SlotQueue
 from farandole.tuning.trial_reports import parse_search_report
 
@@ -104,7 +105,7 @@ class TrialBackend(Backend):
     """
 
     def __init__(self, backend: Backend, trial: Trial, metric: str | None = None) -> None:
-        self._backend = backend
+        self._backend = adapt_backend(backend)
         self._trial = trial
         self._metric = metric
 

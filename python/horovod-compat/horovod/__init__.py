@@ -7,7 +7,8 @@ A script that imports Horovod runs unchanged. What Farandole has no module for, 
 all the same, lies as a small module of its own beside this file.
 
 Gradients of collectives follow Horovod's convention, too, in this process and in workers that it
-starts, unless `FARANDOLE_GRADIENT_CONVENTION` says otherwise.
+starts, unless `FARANDOLE_GRADIENT_CONVENTION` says otherwise. `gloo_enabled()` and the like answer
+as Horovod's.
 """
 
 import os as _os
@@ -22,10 +23,12 @@ if not (
 
 _alias.install()
 
-from farandole import __version__ as _farandole  # noqa: E402
+from farandole import __version__ as __farandole_version__  # noqa: E402
 from farandole.runner import run  # noqa: E402
 
-__version__ = f"0.28.1+farandole.{_farandole}"
-"""The Horovod whose names these are, and the Farandole that answers to them."""
+__version__ = "0.28.1"
+"""The Horovod whose names these are, and nothing else: scripts compare it for equality.
+`__farandole_version__` is the version of the Farandole that answers to them.
+"""
 
-__all__ = ["__version__", "run"]
+__all__ = ["__farandole_version__", "__version__", "run"]

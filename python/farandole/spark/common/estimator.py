@@ -11,7 +11,6 @@ workers start.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import secrets
 import time
 import uuid
@@ -26,10 +25,11 @@ from farandole.data.columns import ColumnRoles, check_columns_present
 from farandole.data.encoding_learning import LEARNED_FILL_WORDS, EncodingSpec
 from farandole.data.validation_splits import resolve_validation_split
 from farandole.runner.errors import FarandoleJobError
+from farandole.runner.foreign_backend import adapt_backend
 from farandole.runner.show.journal import keep_run_journal
 from farandole.runner.show.training_run_reports import report_run
 from farandole.runner.timelines import collect_timelines
-from farandole.spark.common.backend import CurrentStandardStream, SparkBackend
+from farandole.spark.common.data.column_metadata import column_metadata
 from farandole.spark.common.data.data_cleanup import delete_stale_prepared_data
 from farandole.spark.common.data.encoded_copies import hold_encoded_data
 from farandole.spark.common.data.existing_data import ExistingDataPaths, hold_prepared_data_leases
@@ -40,6 +40,7 @@ from farandole.spark.common.data.training_statistics import (
     add_statistics_to_existing_data,
     add_statistics_to_prepared_data,
 )
+from farandole.spark.common.estimator_hooks import EstimatorHooks
 from farandole.spark.common.model.base import (
     FarandoleModel,
     refuse_class_columns_for_values,
@@ -48,7 +49,6 @@ from farandole.spark.common.model.base import (
 from farandole.spark.common.model.class_columns import ClassificationParams
 from farandole.spark.common.model.signature import describe_column_mapping, input_signature
 from farandole.spark.common.param_checks import feature_groups
-from farandole.spark.common.params import EstimatorParams
 from farandole.spark.common.runs.digests import value_digest
 from farandole.spark.common.runs.fingerprint import (
     LENGTH_PARAMS,
@@ -88,10 +88,10 @@ if TYPE_CHECKING:
     from farandole.stores.store import AbstractFilesystemStore
 
 
-class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
+class FarandoleEstimator(ClassificationParams, EstimatorHooks, Estimator[Any]):
     """The base of the estimators of all frameworks.
 
-    Fits of all kinds of rows go through `_train`. A framework implements `_check_params`,
+    Fits of all kinds of rows go through `_train`. A framework implements `_check_settings`,
     `_create_framework_job`, `get_model_class` and `_framework_fingerprint_parts`, and may implement
     `_loss_output_form` and `_worker_environment`.
     """
@@ -198,9 +198,11 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
         """
         self._open_viewer(ui)
         with collect_timelines(timeline), mark_param_map_fit(params is not None):
-            return (self.copy(params) if params else self)._fit_existing_data(
-                dataset_idx, ExistingDataPaths.from_paths(path, val_path, dataset_idx, types)
-            )
+            fitted = self.copy(params) if params else self
+            given = ExistingDataPaths.from_paths(path, val_path, dataset_idx, types)
+            # A subclass's `_fit_on_parquet` may have Horovod's arguments, which have no paths.
+            more = () if given is None else (given,)
+            return fitted._fit_on_parquet(dataset_idx, *more)
 
     def _open_viewer(self, ui: bool) -> None:
         if ui and self.getStore() is not None:
@@ -211,7 +213,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
     def _fit(self, dataset: DataFrame) -> Any:
         if not hasattr(dataset, "mapInArrow"):
             return self._fit_table(dataset)
-        self._check_params()
+        self._check_settings()
         if dataset.isStreaming:
             raise ValueError(
                 "fit does not take a streaming DataFrame: write the stream to a table and fit the "
@@ -246,6 +248,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
                 compress_sparse=self.getCompressSparseCols(),
             ) as prepared:
                 self._report_data_and_clean_up(prepared, fit.shown)
+                self._check_metadata_compatibility(self._column_metadata(prepared))
                 return self._train(
                     fit,
                     add_statistics_to_prepared_data(
@@ -267,7 +270,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
                 "fit takes a Spark DataFrame, or a pyarrow, pandas or polars table, "
                 f"this is a {kind.__module__}.{kind.__qualname__}"
             )
-        self._check_params()
+        self._check_settings()
         roles, store, wanted = (
             self._column_roles(),
             self._store_as_filesystem(),
@@ -284,13 +287,16 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
                 source, store, roles, spec, "fit", self._encoding_spec()
             ) as prepared:
                 self._report_data_and_clean_up(prepared, fit.shown)
+                self._check_metadata_compatibility(self._column_metadata(prepared))
                 return self._train(
                     fit,
                     add_statistics_to_prepared_data(prepared, source, names, roles, wanted=wanted),
                 )
 
-    def _fit_existing_data(self, dataset_idx: int | None, given: ExistingDataPaths | None) -> Any:
-        self._check_params()
+    def _fit_on_parquet(
+        self, dataset_idx: int | None = None, given: ExistingDataPaths | None = None
+    ) -> Any:
+        self._check_settings()
         roles, store, wanted = (
             self._column_roles(),
             self._store_as_filesystem(),
@@ -320,7 +326,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
             ValueError: the backend cannot run the job.
             OSError: the store cannot be written.
         """
-        backend = self._create_backend()
+        backend = adapt_backend(self._get_or_create_backend()).through(self._store_as_filesystem())
         if writes:
             self._store_as_filesystem().check_writable()
         backend.check()
@@ -333,8 +339,10 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
         store, tell = self._store_as_filesystem(), shown.show_message
         delete_stale_prepared_data(store, self.getGcOlderThan(), self.getGcMaxSize(), tell)
 
-    def _train(self, fit: FitResources, prepared: Prepared) -> FarandoleModel:
+    def _train(self, fit: FitResources, prepared: Prepared) -> Any:
         """Trains on prepared data, and returns the fitted model."""
+        metadata = self._column_metadata(prepared)
+        self._check_params(metadata)
         plan = self._create_framework_job(prepared, fit.backend)
         for message in plan.messages:
             fit.shown.show_message(message)
@@ -347,22 +355,19 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
             trained = self._run_job_with_retries(fit, plan.train, job, tracker)[0]
             model = plan.load_result(trained)
             tracker.log_model(model, self._flavor, plan.create_example(model))
-        return self.get_model_class()(
-            history=trained.history,
-            model=model,
-            feature_columns=self.getFeatureCols(),
-            label_columns=self.getLabelCols(),
-            run_id=job.run_id,
-            signature=input_signature(plan.inputs),
-            paths=job.file_paths(),
-            outputs=plan.outputs,
-            **self._inherited_params(prepared),
-            **plan.model_params,
+        fitted = self.get_model_class()(
+            **plan.create_model_kwargs(model, trained.history, job.run_id, metadata)
         )
-
-    def get_model_class(self) -> type[FarandoleModel]:
-        """Returns the class of the fitted model."""
-        raise NotImplementedError
+        if isinstance(fitted, FarandoleModel):  # a subclass may return a class of any kind
+            own = {
+                "signature": input_signature(plan.inputs),
+                "paths": job.file_paths(),
+                "outputs": plan.outputs,
+                **self._inherited_params(prepared),
+                **plan.model_params,
+            }
+            fitted.set_unset_params(own)
+        return fitted
 
     def _create_framework_job(self, prepared: Prepared, backend: Backend) -> FrameworkTrainingJob:
         """Returns what the framework makes of prepared data, after the checks that are possible
@@ -377,7 +382,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
         """
         raise NotImplementedError
 
-    def _check_params(self) -> None:
+    def _check_settings(self) -> None:
         """Refuses parameters that do not go together.
 
         Raises:
@@ -464,13 +469,6 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
                     shown.show_message("stopping, as asked for in the notebook")
                     run.add_event("stop", "asked for in the notebook")
 
-        more: dict[str, Any] = {}
-        # A backend of the user's may have Horovod's `run`, which knows of no progress.
-        told = inspect.signature(backend.run).parameters.values()
-        if any(
-            one.name == "on_progress" or one.kind is inspect.Parameter.VAR_KEYWORD for one in told
-        ):
-            more["on_progress"] = handle_report
         left = self.getMaxRestarts() if self.getOnFailure() == "restart" else 0
         with (
             keep_run_journal(self, job) as journal,
@@ -485,13 +483,10 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
             contextlib.closing(StopRequest(job.store)) as request,
             shown.offer_stop(request) as stop,
         ):
-            if env := self._worker_environment() | (
-                {} if stop is None else stop.stop_token_variables()
-            ):
-                more["env"] = env
+            env = self._worker_environment() | ({} if stop is None else stop.stop_token_variables())
             while True:
                 try:
-                    return backend.run(train, args=(job,), **more)
+                    return backend.run(train, args=(job,), env=env, on_progress=handle_report)
                 except FarandoleJobError as error:
                     if not left or (error.exception_type or "").endswith(
                         NotFiniteError.__name__
@@ -574,23 +569,12 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
                 job.store, job.run_id, fingerprint, epochs, force=force, tell=shown.show_message
             )
             checkpoint = job.file_paths().get("checkpoint")
-            if checkpoint is not None and self._store_as_filesystem().exists(checkpoint):
+            if checkpoint is not None and self._has_checkpoint(job.run_id):
                 shown.show_message(
                     f"run {job.run_id} continues from its checkpoint {checkpoint}, up to epoch "
                     f"{epochs}"
                 )
             yield job
-
-    def _create_backend(self) -> Backend:
-        if self.getBackend() is not None:
-            return cast("Backend", self.getBackend()).through(self._store_as_filesystem())
-        verbose = self.getVerbose()
-        streams: dict[str, Any] = {
-            name: CurrentStandardStream(name) for name in ("stdout", "stderr") if verbose > 1
-        }
-        return SparkBackend(
-            self.getNumProc(), verbose=verbose, store=self._store_as_filesystem(), **streams
-        )
 
     def _worker_environment(self) -> dict[str, str]:
         """Returns the variables that the framework needs in the workers, in addition to the
@@ -669,6 +653,12 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
         makes two inputs.
         """
         return feature_groups(self.getFeatureCols())
+
+    def _column_metadata(self, prepared: Prepared) -> dict[str, dict[str, Any]]:
+        """Returns the description of the prepared columns, as the hooks get it."""
+        return column_metadata(
+            prepared.columns[name] for name in self._column_roles().stored_columns
+        )
 
     def _column_roles(self) -> ColumnRoles:
         return ColumnRoles(

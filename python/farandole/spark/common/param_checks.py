@@ -241,9 +241,9 @@ def check_output_names(name: str, value: Any) -> list[str]:
     return list(names)
 
 
-def check_edit_fields(name: str, value: Any) -> list[tuple[str, str, tuple[int, ...], bool]]:
+def check_edit_fields(name: str, value: Any) -> list[tuple[str, str, tuple[int, ...] | None, bool]]:
     """Returns a list of (name, NumPy type, shape, whether nulls are allowed), as Petastorm's
-    edit fields.
+    edit fields. The shape `None` is whatever comes, `()` is a number.
     """
     import numpy as np
 
@@ -253,7 +253,12 @@ def check_edit_fields(name: str, value: Any) -> list[tuple[str, str, tuple[int, 
     ):
         raise TypeError(f"{name} must be a list of (name, numpy type, shape, nullable): {value!r}")
     return [
-        (str(column), np.dtype(kind).name, tuple(int(size) for size in shape or ()), bool(nullable))
+        (
+            str(column),
+            np.dtype(kind).name,
+            None if shape is None else tuple(int(size) for size in shape),
+            bool(nullable),
+        )
         for column, kind, shape, nullable in value
     ]
 

@@ -21,7 +21,7 @@ import copy
 import inspect
 import textwrap
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, Self, TypeVar, dataclass_transform
 
 from pyspark.ml.param import Param, Params
 
@@ -99,9 +99,6 @@ class DeclaredParams(Params):
     stands for its default.
     """
 
-    _UNUSED: ClassVar[tuple[str, ...]] = ()
-    """Keywords of Horovod's constructor that are accepted and not used."""
-
     if TYPE_CHECKING:
         # A type checker does not know the setters and getters.
         def __getattr__(self, name: str) -> Any: ...  # noqa: D105
@@ -176,9 +173,7 @@ def _build_constructor(kind: type[DeclaredParams]) -> Callable[..., None]:
     """Returns the constructor of a class, with a keyword for each parameter."""
 
     def __init__(self: DeclaredParams, **given: Any) -> None:  # noqa: N807 - it becomes one
-        DeclaredParams.__init__(
-            self, **{name: value for name, value in given.items() if name not in kind._UNUSED}
-        )
+        DeclaredParams.__init__(self, **given)
 
     types = {
         name: text
@@ -189,7 +184,6 @@ def _build_constructor(kind: type[DeclaredParams]) -> Callable[..., None]:
         parameter.name: _optional_type(str(types.get(parameter.name, "Any")))
         for parameter in declared_parameters(kind)
     }
-    keywords |= dict.fromkeys(kind._UNUSED, "Any")
     lines = [
         textwrap.fill(
             f"{parameter.name}: {parameter.doc_with_default}",

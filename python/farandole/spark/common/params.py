@@ -2,15 +2,18 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The parameters of all estimators, and of all fitted models."""
 
-# ruff: noqa: N802, PLC0415 - names are Spark ML's; pyarrow is loaded where statistics are
+# ruff: noqa: N802, N815, PLC0415 - names are Spark ML's; pyarrow is loaded where statistics are
 
 from __future__ import annotations
 
 import multiprocessing
 from typing import TYPE_CHECKING, Any
 
+from pyspark.ml.param.shared import HasOutputCols
+
 from farandole.common import argument_checks
 from farandole.spark.common import param_checks
+from farandole.spark.common.data.column_metadata import parse_metadata
 from farandole.spark.common.parameter import DeclaredParams, Parameter
 
 if TYPE_CHECKING:
@@ -191,12 +194,15 @@ class EstimatorParams(DeclaredParams):
         default=None,
     )
     transformation_edit_fields: Parameter[Sequence[Any]] = Parameter(
-        "Columns it changes: (name, NumPy type, shape, whether nulls are allowed).",
+        "Columns it changes: (name, NumPy type, shape, whether nulls are allowed). The shape "
+        "`None` is whatever comes, `()` is a number.",
         param_checks.check_edit_fields,
         default=None,
     )
     transformation_removed_fields: Parameter[Sequence[str]] = Parameter(
-        "Columns it removes.", argument_checks.check_optional_column_names, default=None
+        "Columns it removes; with a `LightningModule` also features and labels.",
+        argument_checks.check_optional_column_names,
+        default=None,
     )
     train_reader_num_workers: Parameter[int] = Parameter(
         "Reading threads per process.",
@@ -307,8 +313,16 @@ class EstimatorParams(DeclaredParams):
         "Largest number of restarts of one fit.", argument_checks.make_minimum_check(1), default=3
     )
 
+    def _get_optimizer(self) -> Any:
+        """Returns the optimizer. Fits ask this method, which a subclass may override."""
+        return self.getOrDefault("optimizer")
 
-class ModelParams(DeclaredParams):
+    def getOptimizer(self) -> Any:
+        """Returns the result of `_get_optimizer`."""
+        return self._get_optimizer()
+
+
+class ModelParams(DeclaredParams, HasOutputCols):
     """The parameters of every fitted model."""
 
     history: Parameter[Any] = Parameter(
@@ -329,12 +343,17 @@ class ModelParams(DeclaredParams):
     run_id: Parameter[str] = Parameter(
         "Name of the run that trained the model.", argument_checks.check_nonempty_text, default=None
     )
+    _metadata: Parameter[Mapping[str, Mapping[str, Any]]] = Parameter(
+        "Description of the columns, by name, as `get_simple_meta_from_parquet` gives it.",
+        parse_metadata,
+        default=None,
+    )
     paths: Parameter[Mapping[str, str]] = Parameter(
         "Paths of the data, checkpoint and logs of the run.",
         argument_checks.accept_any_value,
         default=None,
     )
-    output_cols: Parameter[Sequence[str]] = Parameter(
+    outputCols: Parameter[Sequence[str]] = Parameter(  # pyright: ignore[reportIncompatibleVariableOverride]
         "Names of the added columns, instead of `<label>__output`.",
         argument_checks.check_column_names,
         default=None,
@@ -390,6 +409,10 @@ class ModelParams(DeclaredParams):
         default=None,
     )
 
+    def _get_metadata(self) -> Any:
+        """Returns the description of the columns."""
+        return self.getOrDefault("_metadata")
+
     def getStatistics(self) -> Statistics | None:
         """Returns the statistics of the rows that the model was trained with, if it carries
         them.
@@ -403,5 +426,5 @@ class ModelParams(DeclaredParams):
         """Returns the columns `transform` adds: as set, or `<label>__output` for every label
         column.
         """
-        chosen = self.getOrDefault("output_cols")
+        chosen = self.getOrDefault("outputCols")
         return chosen or [f"{label}__output" for label in self.getOrDefault("label_columns") or []]

@@ -40,10 +40,12 @@ class FrameworkTrainingJob:
         output_sizes: elements of one row of each output; `None` if the first prediction must find
             out.
         load_result: returns the trained model, given the result of rank 0.
+        create_model_kwargs: returns the arguments of the fitted model's class, given the trained
+            model, the history, the run's name and the description of the columns.
         create_example: returns some rows for MLflow, given the trained model.
         messages: decisions of the trial run, for the user.
         output_words: words about each output for the user; none if they are unknown.
-        model_params: parameters that only the fitted models of this framework have.
+        model_params: further parameters that only the fitted models of this framework have.
     """
 
     job: Any
@@ -52,6 +54,7 @@ class FrameworkTrainingJob:
     inputs: Sequence[Any]
     output_sizes: Sequence[int] | None
     load_result: Callable[[Any], Any]
+    create_model_kwargs: Callable[[Any, Any, str, Mapping[str, Any]], dict[str, Any]]
     create_example: Callable[[Any], ModelExample | None]
     messages: Sequence[str] = ()
     output_words: Sequence[str] = ()

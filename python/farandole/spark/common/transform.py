@@ -37,7 +37,8 @@ class UserTransformation:
     """A user's function, and its declaration of the columns that it makes."""
 
     function: Callable[..., Any]
-    edits: Sequence[tuple[str, str, tuple[int, ...], bool]] = ()
+    edits: Sequence[tuple[str, str, tuple[int, ...] | None, bool]] = ()
+    """Name, NumPy type, shape (`None` is whatever comes) and whether nulls are allowed."""
     removed: Sequence[str] = ()
     absent: Sequence[str] = ()
     """Columns that the function gets in training and not in predictions."""
@@ -67,7 +68,8 @@ class UserTransformation:
                     "transformation_edit_fields names"
                 )
             try:
-                made[name] = np.asarray(made[name]).astype(dtype).reshape(rows, *shape)
+                values = np.asarray(made[name]).astype(dtype)
+                made[name] = values if shape is None else values.reshape(rows, *shape)
             except ValueError as error:
                 raise ValueError(
                     f"column {name!r} of transformation_fn is not {dtype} {shape}: {error}"

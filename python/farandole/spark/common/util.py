@@ -160,8 +160,8 @@ def get_simple_meta_from_parquet(
         dataset_idx: its number.
 
     Returns:
-        Training rows, validation rows, a dict by column (`shape`, `element`), and bytes of a row on
-        the average.
+        Training rows, validation rows, the description of the columns as of `column_metadata`, and
+        bytes of a row on the average.
     """
     from farandole.data.datasets import open_dataset
 
@@ -183,19 +183,13 @@ def _dataset_properties(
     import numpy as np
 
     from farandole._native import prepare as native
+    from farandole.spark.common.data.column_metadata import column_metadata
     from farandole.spark.common.data.prepare import find_existing_data
 
     found = find_existing_data(store, roles, idx)
-    metadata = {
-        name: {
-            "shape": column.shape,
-            "max_size": column.element_count,
-            "element": column.dtype,
-            "intermediate_format": "nochange",
-        }
-        for name, column in found.columns.items()
-        if name in roles.stored_columns
-    }
+    metadata = column_metadata(
+        column for name, column in found.columns.items() if name in roles.stored_columns
+    )
     manifest = native.read_manifest(found.train_url)
     if manifest is not None:
         size = json.loads(manifest)["bytes"] / max(found.train_rows, 1)
@@ -285,7 +279,7 @@ def host_hash(salt: str | None = None) -> str:
     with the same hash share memory.
 
     Args:
-        salt: Additional text that separates processes of one host.
+        salt: Additional text that separates processes of one host; an empty one does not.
 
     Returns:
         The host's name and 16 hexadecimal digits over its name, its boot, its IPC namespace, YARN's
@@ -294,7 +288,7 @@ def host_hash(salt: str | None = None) -> str:
     from farandole._native import registrar
 
     own = registrar.host_hash()
-    if salt is None:
+    if not salt:
         return own
     name, _, digest = own.rpartition("-")
     return f"{name}-{hashlib.sha256(f'{digest}-{salt}'.encode()).hexdigest()[:16]}"

@@ -13,7 +13,6 @@ import keras
 
 from farandole._keras.value_collectives import to_numpy_array
 from farandole.data.columns import check_shapes_fit
-from farandole.runner.backend import max_processes
 from farandole.spark.common.data.training_data import (
     EXAMPLE_ROWS,
     columns_from_sample_arrays,
@@ -51,6 +50,8 @@ from farandole.spark.keras.saving.user_objects import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from farandole.data.prepare import PreparedData as Prepared
     from farandole.runner.backend import Backend
     from farandole.spark.common.runs.fingerprint import Fingerprint, FingerprintPart
@@ -94,8 +95,8 @@ class KerasEstimator(
 
     _flavor = "keras"
 
-    def _check_params(self) -> None:
-        super()._check_params()
+    def _check_settings(self) -> None:
+        super()._check_settings()
         model = self.getModel()
         if not isinstance(model, keras.Model):
             raise ValueError(f"model must be a keras.Model: {type(model).__name__}")
@@ -162,12 +163,22 @@ class KerasEstimator(
                 copy.model,
                 create_transformation(self),
                 wanted=self.getLossReduction(),
-                processes=max_processes(backend),
+                processes=backend.max_processes(),
             )
 
         def load_result(trained: KerasTrainingResult) -> Any:
             model_bytes.load_weights_and_optimizer(copy.model, trained.model)
             return copy.model
+
+        def create_model_kwargs(
+            model: Any, history: Any, run_id: str, metadata: Mapping[str, Any]
+        ) -> dict[str, Any]:
+            floatx = keras.config.floatx()
+            kwargs = self._get_model_kwargs(model, history, run_id, metadata, floatx)
+            if "custom_objects" in kwargs:  # with those that were found without being listed
+                listed = kwargs["custom_objects"] or {}
+                kwargs["custom_objects"] = {**copy.custom_objects, **listed}
+            return kwargs
 
         return FrameworkTrainingJob(
             job=job,
@@ -178,8 +189,37 @@ class KerasEstimator(
             load_result=load_result,
             create_example=partial(self._create_example, job, prepared),
             output_words=list(map(describe_output_with_label, job.labels, outputs)),
-            model_params={"custom_objects": copy.custom_objects},
+            create_model_kwargs=create_model_kwargs,
         )
+
+    def _get_model_kwargs(
+        self,
+        model: Any,
+        history: Mapping[str, Any],
+        run_id: str,
+        metadata: Mapping[str, Any],
+        floatx: str,
+    ) -> dict[str, Any]:
+        """Returns the arguments of the class that `get_model_class` returns; called when the
+        training has ended.
+
+        Args:
+            model: the trained model.
+            history: losses and metrics, a list per name.
+            run_id: name of the run.
+            metadata: description of the columns, by name.
+            floatx: Keras's type of floats.
+        """
+        return {
+            "history": history,
+            "model": model,
+            "feature_columns": self.getFeatureCols(),
+            "label_columns": self.getLabelCols(),
+            "custom_objects": self.getCustomObjects(),
+            "run_id": run_id,
+            "_metadata": metadata,
+            "_floatx": floatx,
+        }
 
     def _create_example(
         self, job: KerasTrainingJob, prepared: Prepared, model: Any

@@ -55,9 +55,6 @@ class KerasModel(ParamsWritable, FarandoleModel, MLReadable["KerasModel"]):
     `KerasModel.read().custom_objects({...}).load(path)`, which runs none.
     """
 
-    # Horovod's description of columns, and Keras's type of floats
-    _UNUSED = ("_metadata", "_floatx")
-
     history: Parameter[Mapping[str, Sequence[Any]]] = Parameter(
         "Losses and metrics, a list per name with a number per epoch, as `fit` of Keras returns "
         "them.",
@@ -73,9 +70,19 @@ class KerasModel(ParamsWritable, FarandoleModel, MLReadable["KerasModel"]):
         default={},
     )
 
+    _floatx: Parameter[str] = Parameter(
+        "Keras's type of floats in the training.",
+        argument_checks.check_nonempty_text,
+        default=None,
+    )
+
     _writer_class = KerasModelWriter
     _framework = "Keras"
     _onnx_extras, _onnx_packages = "torch,onnx", ("torch",)
+
+    def _get_floatx(self) -> str | None:
+        """Returns Keras's type of floats in the training."""
+        return self.getOrDefault("_floatx")
 
     def history_frame(self) -> pd.DataFrame:
         """Returns the history as a pandas frame: a row per epoch, `loss`, each metric, and the

@@ -8,7 +8,6 @@ import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from farandole.runner.backend import max_processes
 from farandole.spark.common.datamodule import resolve_data_module_class
 from farandole.spark.common.param_checks import feature_arguments
 from farandole.spark.common.runs.digests import class_name
@@ -35,6 +34,8 @@ from farandole.spark.torch.saving.persistence import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from farandole.data.prepare import PreparedData as Prepared
@@ -66,8 +67,8 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
     model and parameters that it was started with.
     """
 
-    def _check_params(self) -> None:
-        super()._check_params()
+    def _check_settings(self) -> None:
+        super()._check_settings()
         if self._lightning_package() is None:
             if self.getOptimizer() is None:
                 raise ValueError("optimizer is required for a plain module")
@@ -124,7 +125,7 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
         fingerprint = self._fit_fingerprint(prepared, backend.num_processes(), {})
         is_plain, losses = self._lightning_package() is None, self._constructed_losses()
         tried = self._try_model(sampled)
-        most = max_processes(backend)
+        most = backend.max_processes()
         job, objects, form = self._create_job(prepared, fingerprint, sampled, tried, losses, most)
         module, sizes = objects.module, None
         if is_plain:
@@ -149,6 +150,9 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
             output_sizes=sizes,
             load_result=load_result,
             create_example=lambda model: self._create_example(job, model, sampled.rows),
+            create_model_kwargs=lambda model, history, run_id, metadata: self._get_model_kwargs(
+                model, history, None, run_id, metadata
+            ),
             messages=tried.messages,
             model_params=self._model_params(job.call, job.inputs, form),
         )
@@ -169,6 +173,14 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
 
     def _label_arguments(self) -> tuple[str, ...]:
         return () if self._lightning_package() is not None else super()._label_arguments()
+
+    def _removed_columns(self) -> frozenset[str]:
+        """Returns the columns that a `LightningModule` does not get: its batches have whatever the
+        transformation returns.
+        """
+        if self._lightning_package() is None or self.getTransformationFn() is None:
+            return frozenset()
+        return frozenset(self.getTransformationRemovedFields() or ())
 
     def _create_example(
         self, job: LightningTrainingJob, module: torch.nn.Module, rows: dict[str, torch.Tensor]
@@ -208,8 +220,8 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
         """Returns the run's description, a copy of the user's objects, and the form of the output
         if the model's own loss shows it.
         """
-        package, names = self._lightning_package(), self.getLabelCols()
-        mapped = driver_checks.map_labels(names, sampled.columns, losses, self.getLabelShapes())
+        package, (names, shapes) = self._lightning_package(), self._present_labels()
+        mapped = driver_checks.map_labels(names, sampled.columns, losses[: len(names)], shapes)
         labels = tuple(TorchLabel(*one) for one in mapped)
         objects = LightningUserObjects(
             module=self.getModel(),
@@ -252,6 +264,7 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
                 class_weights=self._class_weights(prepared, fields["data"], labels[0], losses[0]),
                 reduction=self.getLossReduction(),
             )
+        weight = self.getSampleWeightCol()
         packed = state_bytes.pickle_job_objects(
             objects,
             module="model",
@@ -267,6 +280,7 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
             own_loss=own,
             package=package or installed,
             batches=package is not None,
+            more_columns=() if package is None else _more_columns(sampled, names, weight),
             log_every=self.getLogEveryNSteps(),
             gpus=self.getNumGpus(),
             allow_pickle=self.getAllowPickle(),
@@ -283,6 +297,14 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
         constructed = self.getLossConstructors() is not None
         objects = TorchUserObjects(model, optimizer, losses, constructed, [], None)
         return construct_losses(objects, model=model, optimizer=optimizer, rank=0, size=1)
+
+
+def _more_columns(
+    sampled: SampledColumns, labels: Sequence[str], weight: str | None
+) -> tuple[str, ...]:
+    """Returns the columns that the transformation makes besides inputs, labels and weights."""
+    known = {*labels, weight, *(name for one in sampled.inputs for name in one.columns)}
+    return tuple(name for name in sampled.columns if name not in known)
 
 
 def _placeholder_loss(_output: Any, _label: Any) -> None:

@@ -20,6 +20,8 @@ class LightningTrainingJob(TorchTrainingJob):
     """`lightning.pytorch` or `pytorch_lightning`, whichever the module is of."""
     batches: bool
     """Whether batches are dicts by column, as a user's module takes them."""
+    more_columns: tuple[str, ...]
+    """Columns of a batch that the transformation makes, besides inputs, labels and weights."""
     log_every: int
     gpus: int | None
     allow_pickle: bool | None

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from farandole.spark.common.data.batch_source import PaddedRankBatch
-    from farandole.spark.torch.job import TorchTrainingJob
+    from farandole.spark.lightning.job import LightningTrainingJob
     from farandole.spark.torch.training.process_setup import BatchedSource
     from farandole.spark.torch.training.step_counts import LabelCounter
 
@@ -45,8 +45,8 @@ class LightningLoader:
     """One rank's batches: every iteration is the next epoch, of equally many steps on every rank.
 
     A batch has a tensor per input, by its argument or else its column (or `"[a, b]"` for columns
-    listed together), one per label, and the sample weights. On a rank that has no row left for the
-    last step it repeats one.
+    listed together), one per label, the sample weights, and the other columns that a transformation
+    makes for a `LightningModule`. On a rank that has no row left for the last step it repeats one.
 
     Args:
         source: source of the rows.
@@ -62,7 +62,7 @@ class LightningLoader:
     def __init__(
         self,
         source: BatchedSource,
-        job: TorchTrainingJob,
+        job: LightningTrainingJob,
         steps: int | None,
         epoch: int,
         position: EpochPosition | None = None,
@@ -162,6 +162,7 @@ class LightningLoader:
                 batch[spec.column.name] = label if spec.shape is None else label.reshape(spec.shape)
             if self._job.weight is not None:
                 batch[self._job.weight] = rows.columns[self._job.weight][:count].float().reshape(-1)
+            batch |= {name: rows.columns[name][:count] for name in self._job.more_columns}
             yield batch
         self.checked = True
 

@@ -17,11 +17,11 @@ from farandole.spark.torch.training.tensor_source import to_tensors
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from farandole.spark.torch.job import TorchTrainingJob
+    from farandole.spark.lightning.job import LightningTrainingJob
 
 
 def refuse_non_mean_training_step(
-    job: TorchTrainingJob,
+    job: LightningTrainingJob,
     module: Any,
     transformation: Any,
     *,
@@ -65,7 +65,7 @@ def refuse_non_mean_training_step(
 
 
 def _step_loss(
-    job: TorchTrainingJob, module: Any, part: Mapping[str, torch.Tensor], rows: int
+    job: LightningTrainingJob, module: Any, part: Mapping[str, torch.Tensor], rows: int
 ) -> float | None:
     """Returns the loss of some rows; `None` if the step does not work without a trainer."""
     host = torch.device("cpu")
@@ -76,6 +76,7 @@ def _step_loss(
         batch[spec.column.name] = label if spec.shape is None else label.reshape(spec.shape)
     if job.weight is not None:
         batch[job.weight] = part[job.weight].float().reshape(-1)
+    batch |= {name: part[name] for name in job.more_columns}
     training = module.training
     module.eval()
     try:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from farandole.runner.backend import max_processes
 from farandole.spark.common.datamodule import resolve_data_module_class
 from farandole.spark.common.runs.fingerprint import FingerprintPart
 from farandole.spark.common.training_plan import FrameworkTrainingJob
@@ -72,8 +71,8 @@ class TorchEstimator(TorchEstimatorBase):
     Each fit of a tuner or with a map of parameters has its own run.
     """
 
-    def _check_params(self) -> None:
-        super()._check_params()
+    def _check_settings(self) -> None:
+        super()._check_settings()
         self._check_optimizer()
         losses = self._label_losses()
         self._refuse_options_of_losses()
@@ -95,7 +94,7 @@ class TorchEstimator(TorchEstimatorBase):
         sampled = self._sample_columns(prepared, backend)
         totals = total_learning_rate_digest(self.getOptimizer(), processes)
         fingerprint = self._fit_fingerprint(prepared, processes, totals)
-        most = max_processes(backend)
+        most = backend.max_processes()
         job, objects, losses, words = self._create_job(prepared, fingerprint, sampled, most)
         outputs = driver_checks.try_model(job, objects, losses, sampled.rows)
         if self.getDataModule() is None:
@@ -127,10 +126,10 @@ class TorchEstimator(TorchEstimatorBase):
                     strict=True,
                 )
             ],
-            model_params={
-                **self._model_params(job.call, job.inputs, words.output_form),
-                "optimizer": objects.optimizer,
-            },
+            create_model_kwargs=lambda model, history, run_id, metadata: self._get_model_kwargs(
+                model, history, objects.optimizer, run_id, metadata
+            ),
+            model_params=self._model_params(job.call, job.inputs, words.output_form),
         )
 
     def _framework_fingerprint_parts(self) -> list[FingerprintPart]:

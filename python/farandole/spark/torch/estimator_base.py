@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from farandole.data.columns import check_shapes_fit
-from farandole.runner.backend import max_processes
 from farandole.spark.common.data.training_data import (
     columns_from_sample_arrays,
     create_transformation,
@@ -40,7 +39,7 @@ from farandole.spark.torch.saving.persistence import (
 from farandole.spark.torch.training.tensor_source import to_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from farandole.data.columns import PreparedColumn
     from farandole.data.prepare import PreparedData as Prepared
@@ -77,8 +76,8 @@ class TorchEstimatorBase(
 
     _flavor = "pytorch"
 
-    def _check_params(self) -> None:
-        super()._check_params()
+    def _check_settings(self) -> None:
+        super()._check_settings()
         if not isinstance(self.getModel(), torch.nn.Module):
             raise ValueError(f"model must be a torch.nn.Module: {type(self.getModel()).__name__}")
         dtypes, inputs = self.getInputDtypes(), len(self._input_columns())
@@ -144,26 +143,31 @@ class TorchEstimatorBase(
 
     def _sample_columns(self, prepared: Prepared, backend: Backend) -> SampledColumns:
         """Reads some rows, and checks model and columns against each other."""
-        driver_checks.refuse_max_norm_embeddings(self.getModel(), max_processes(backend))
-        transformation, shapes = create_transformation(self), self.getInputShapes()
+        driver_checks.refuse_max_norm_embeddings(self.getModel(), backend.max_processes())
+        transformation, removed = create_transformation(self), self._removed_columns()
+        groups, inputs = self._input_columns(), _present_groups(self._input_columns(), removed)
         names = self._column_roles().stored_columns
         arrays = read_example_rows(self, prepared, names, transformation)
         rows = to_tensors(arrays)
         columns = {name: prepared.columns[name] for name in names}
         if transformation is not None:
-            columns = columns_from_sample_arrays({name: arrays[name] for name in rows}, names)
-        inputs, labels = self._input_columns(), [[name] for name in self.getLabelCols()]
-        check_shapes_fit(columns, inputs, shapes, "feature")
-        check_shapes_fit(columns, labels, self.getLabelShapes(), "label")
-        driver_checks.refuse_useless_weights(prepared, self.getSampleWeightCol())
-        made = create_torch_inputs(
-            inputs, columns, shapes, self.getInputDtypes(), prepared, self._arguments()
+            left = [name for name in names if name not in removed]
+            columns = columns_from_sample_arrays({name: arrays[name] for name in rows}, left)
+        shapes, dtypes = (
+            None if values is None else [values[groups.index(one)] for one in inputs]
+            for values in (self.getInputShapes(), self.getInputDtypes())
         )
+        labels, label_shapes = self._present_labels()
+        check_shapes_fit(columns, inputs, shapes, "feature")
+        check_shapes_fit(columns, [[name] for name in labels], label_shapes, "label")
+        driver_checks.refuse_useless_weights(prepared, self.getSampleWeightCol())
+        arguments = [self._arguments()[groups.index(one)] for one in inputs]
+        made = create_torch_inputs(inputs, columns, shapes, dtypes, prepared, arguments)
         return SampledColumns(columns, rows, made, transformation)
 
     def _model_call(self, inputs: Sequence[TorchInput]) -> ModelCall:
         """Returns the call of the model, as the user describes it."""
-        labels = tuple(self.getLabelCols())
+        labels = tuple(self._present_labels()[0])
         return ModelCall(
             arguments=tuple(one.argument for one in inputs),
             labels=labels,
@@ -188,6 +192,19 @@ class TorchEstimatorBase(
         if not is_divided or self.getLossReduction() is not None:
             return trial, ModelLoss()
         return trial, find_own_loss(tried, trial.labels, model, data, sampled.transformation)
+
+    def _removed_columns(self) -> frozenset[str]:
+        """Returns the features and labels that the transformation may remove."""
+        return frozenset()
+
+    def _present_labels(self) -> tuple[list[str], list[list[int]] | None]:
+        """Returns the labels that are not removed, and their shapes."""
+        names, shapes, removed = self.getLabelCols(), self.getLabelShapes(), self._removed_columns()
+        places = [place for place, name in enumerate(names) if name not in removed]
+        return (
+            [names[place] for place in places],
+            None if shapes is None else [shapes[place] for place in places],
+        )
 
     def _job_fields(
         self, prepared: Prepared, fingerprint: Fingerprint, unseeded: int | None = None
@@ -226,17 +243,47 @@ class TorchEstimatorBase(
                 )
         return balanced_class_weights(data, name, loss)
 
+    def _get_model_kwargs(
+        self,
+        model: torch.nn.Module,
+        history: Any,
+        optimizer: torch.optim.Optimizer | None,
+        run_id: str,
+        metadata: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """Returns the arguments of the class that `get_model_class` returns; called when the
+        training has ended.
+
+        Args:
+            model: the trained module.
+            history: losses and metrics of each epoch.
+            optimizer: the optimizer after the last step; `None` in the Lightning estimator.
+            run_id: name of the run.
+            metadata: description of the columns, by name.
+        """
+        return {
+            "history": history,
+            "model": model,
+            "optimizer": optimizer,
+            "feature_columns": self.getFeatureCols(),
+            "input_shapes": self.getInputShapes(),
+            "label_columns": self.getLabelCols(),
+            "run_id": run_id,
+            "_metadata": metadata,
+            "loss": self.getLoss(),
+            "loss_constructors": self.getLossConstructors(),
+        }
+
     def _model_params(
         self, call: ModelCall, inputs: Sequence[TorchInput], form: str | None = None
     ) -> dict[str, Any]:
-        """Returns the parameters that the fitted models of PyTorch and Lightning have."""
+        """Returns the parameters of fitted models of PyTorch and Lightning that Horovod's models
+        do not have.
+        """
         known = {} if form is None or self._output_form() else {"output_form": form}
         return known | {
-            "input_shapes": self.getInputShapes(),
             "input_dtypes": [one.dtype for one in inputs],
             "output": list(call.fields) or None,
-            "loss": self.getLoss(),
-            "loss_constructors": self.getLossConstructors(),
         }
 
     def _loss_output_form(self) -> str | None:
@@ -245,3 +292,19 @@ class TorchEstimatorBase(
 
     def _framework_fingerprint_parts(self) -> list[FingerprintPart]:
         return model_parts(self.getModel(), self.getOptimizer())
+
+
+def _present_groups(groups: list[list[str]], removed: frozenset[str]) -> list[list[str]]:
+    """Returns the columns of the inputs that are not removed.
+
+    Raises:
+        ValueError: an input has removed columns, and others.
+    """
+    for group in groups:
+        gone = [name for name in group if name in removed]
+        if gone and len(gone) < len(group):
+            raise ValueError(
+                f"transformation_removed_fields names {', '.join(gone)}, which is one input with "
+                f"other columns: {', '.join(group)}. Remove all of them, or none"
+            )
+    return [group for group in groups if not removed.intersection(group)]

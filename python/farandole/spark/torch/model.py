@@ -22,7 +22,7 @@ from farandole.spark.torch.saving.onnx import export_onnx
 from farandole.spark.torch.saving.persistence import TorchModelReader, TorchModelWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     import torch
@@ -43,8 +43,6 @@ class TorchModel(ParamsWritable, FarandoleModel, MLReadable["TorchModel"]):
     pickle, and loading that runs code: load only what you trust, or pass a module of your own to
     `TorchModel.read().model(module).load(path)`, which runs none.
     """
-
-    _UNUSED = ("_metadata",)  # Horovod's description of columns
 
     model: Parameter[torch.nn.Module] = Parameter(
         "The trained module.", argument_checks.accept_any_value, default=None
@@ -95,6 +93,12 @@ class TorchModel(ParamsWritable, FarandoleModel, MLReadable["TorchModel"]):
         self, path: Path, signature: Signature, opset: int | None
     ) -> Callable[[Sequence[Any]], Sequence[Any]]:
         outputs, function = self.getOutputCols(), self._custom_prediction_fn()
+        if self._row_prediction_fn() is not None:
+            raise ValueError(
+                "a function of single rows cannot be exported: write get_prediction_fn of "
+                f"{type(self).__name__} by batch, marked with farandole.spark.common.transform."
+                "batched"
+            )
         return export_onnx(
             self.getModel(), signature, outputs, path, function, opset, self._model_call()
         )
@@ -110,8 +114,30 @@ class TorchModel(ParamsWritable, FarandoleModel, MLReadable["TorchModel"]):
     def _layer_summaries(self) -> list[LayerSummary]:
         return torch_layers(self.getModel())
 
+    def _get_optimizer(self) -> torch.optim.Optimizer | None:
+        """Returns the optimizer after the last step."""
+        return self.getOrDefault("optimizer")
+
+    def getOptimizer(self) -> torch.optim.Optimizer | None:  # noqa: N802 - Spark ML's manner
+        """Returns the result of `_get_optimizer`."""
+        return self._get_optimizer()
+
     def _custom_prediction_fn(self) -> Callable[..., Any] | None:
+        """Returns the user's function of the model and its inputs, rows first."""
         return None
+
+    def _row_prediction_fn(self) -> Callable[..., Any] | None:
+        """Returns the user's function of the model and one row."""
+        return None
+
+    def set_unset_params(self, values: Mapping[str, Any]) -> None:
+        """Like `FarandoleModel.set_unset_params`. The outputs of a user's function are unknown."""
+        own = self._custom_prediction_fn() or self._row_prediction_fn()
+        known = {name: value for name, value in values.items() if not own or name != "outputs"}
+        super().set_unset_params(known)
+
+    def _check_feature_columns(self, dataset: DataFrame, *, raw: bool = False) -> None:
+        super()._check_feature_columns(dataset, raw=raw or self._row_prediction_fn() is not None)
 
     def _create_predictor(self, dataset: DataFrame) -> TorchPredictor:
         return TorchPredictor(
@@ -121,4 +147,6 @@ class TorchModel(ParamsWritable, FarandoleModel, MLReadable["TorchModel"]):
             call=self._model_call(),
             use_gpu=self.getUseGpu(),
             function=self._custom_prediction_fn(),
+            row_function=(row_function := self._row_prediction_fn()),
+            schema=None if row_function is None else dataset.schema,
         )

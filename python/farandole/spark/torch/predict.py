@@ -18,7 +18,9 @@ from farandole.spark.job.connect_artifacts import load_prestaged
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+    import pyarrow as pa
     import torch
+    from pyspark.sql.types import StructType
 
     from farandole.spark.torch.columns.model_calls import ModelCall
 
@@ -33,6 +35,10 @@ class TorchPredictor(BatchPredictor):
     use_gpu: bool | None
     function: Any = None
     """Makes outputs of the model and its inputs; `None` calls the model."""
+    row_function: Any = None
+    """Makes outputs of the model and one row; `None` if predictions go by batch."""
+    schema: StructType | None = None
+    """The columns of the rows that `row_function` gets."""
 
     @cached_property
     def model_key(self) -> str:
@@ -55,12 +61,40 @@ class TorchPredictor(BatchPredictor):
 
         from farandole.spark.task import choose_gpu, task_resources
 
+        if self.row_function is not None:
+            return "cpu"  # where the function makes its tensors
         assigned = task_resources().get("gpu", [])
         if self.use_gpu is False or not torch.cuda.is_available() or not (assigned or self.use_gpu):
             return "cpu"
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         choice = choose_gpu(torch.cuda.device_count(), 0, 1, assigned, visible)
         return "cpu" if choice is None else f"cuda:{choice.index}"
+
+    def predict_outputs(self, batch: pa.RecordBatch) -> list[npt.NDArray[Any]]:
+        """Like `BatchPredictor.predict_outputs`; row by row, if there is a function of rows."""
+        if self.row_function is None or self.schema is None or batch.num_rows == 0:
+            return super().predict_outputs(batch)
+        import torch
+
+        from farandole.spark.common.model.spark_rows import spark_rows
+
+        model = self._find_model()
+        with torch.inference_mode():
+            rows = [
+                [
+                    output.detach().float().cpu().numpy().reshape(-1)
+                    for output in self.call.output_tensors(self.row_function(model, row))
+                ]
+                for row in spark_rows(batch, self.schema)
+            ]
+        for label, outputs in zip(self.labels, zip(*rows, strict=True), strict=True):
+            sizes = sorted({output.size for output in outputs})
+            if len(sizes) > 1:
+                raise ValueError(
+                    f"the function of get_prediction_fn returned outputs of different sizes for "
+                    f"label {label!r}: {', '.join(map(str, sizes))}"
+                )
+        return [np.stack(outputs) for outputs in zip(*rows, strict=True)]
 
     def create_inputs(
         self, columns: dict[str, npt.NDArray[Any]], rows: int, model: Any

@@ -36,7 +36,7 @@ from farandole.spark.common.transform import UserTransformation
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     import numpy.typing as npt
@@ -93,6 +93,21 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
             ValueError: a column is missing or does not fit; the message names it.
         """
         return super().transform(df, params)
+
+    def set_unset_params(self, values: Mapping[str, Any]) -> None:
+        """Sets the parameters that the model's constructor has left unset. Fits call this, because
+        a subclass's `_get_model_kwargs` may return Horovod's parameters alone.
+
+        Args:
+            values: by name; names that the model does not have are left out.
+        """
+        self.setParams(
+            **{
+                name: value
+                for name, value in values.items()
+                if value is not None and self.hasParam(name) and not self.isSet(name)
+            }
+        )
 
     def evaluate(self, df: DataFrame) -> ModelEvaluation:
         """Predicts the rows of a DataFrame and compares them with their label, in one pass on the
@@ -401,13 +416,20 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
             "transformation": None if change is None else pickling.pickle_by_value(change),
         }
 
-    def _check_feature_columns(self, dataset: DataFrame) -> None:
-        """Refuses a DataFrame that the model cannot take."""
+    def _check_feature_columns(self, dataset: DataFrame, *, raw: bool = False) -> None:
+        """Refuses a DataFrame that the model cannot take.
+
+        Args:
+            dataset: that will be transformed.
+            raw: whether features may be of any type, because a user's function gets them.
+        """
         features = self._input_columns()
         if self.getModel() is None or not features or not self.getLabelColumns():
             raise ValueError("model, feature_columns and label_columns are required")
         roles = ColumnRoles(features=tuple(name for group in features for name in group), labels=())
         check_columns_present(roles, dataset.columns, "DataFrame")
+        if raw:
+            return
         texts = self._feature_transformation() is not None
         check_types(roles, dataset.schema, texts=texts, categories=self.getCategories())
 
@@ -443,7 +465,7 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
         if taken:
             raise ValueError(f"the DataFrame already has an output column: {', '.join(taken)}")
         if len(names) != len(labels):
-            raise ValueError(f"output_cols needs one name per label column {len(labels)}: {names}")
+            raise ValueError(f"outputCols needs one name per label column {len(labels)}: {names}")
         predictor = self._create_predictor(dataset)
         self._explain_slow_first_prediction(dataset.sparkSession)
         outputs = self.getOrDefault("outputs") or detect_model_outputs(

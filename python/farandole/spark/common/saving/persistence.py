@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast
 
 from pyspark.ml.util import DefaultParamsReader, MLReadable, MLReader, MLWritable, MLWriter
 
+from farandole.spark.common.data.column_metadata import metadata_as_plain_values
 from farandole.spark.common.model.output_columns import outputs_as_dicts
+from farandole.spark.common.parameter import Parameter
 from farandole.spark.common.saving import store_backend
 from farandole.spark.common.saving.save_directory import SaveDirectory
 from farandole.stores.pickle_policy import ALLOW_PICKLE_PARAMETER, require_unpickling_allowed
@@ -71,6 +73,8 @@ class ParamsWriter(MLWriter):
         }
         if "outputs" in values:
             values["outputs"] = outputs_as_dicts(values["outputs"])
+        if "_metadata" in values:
+            values["_metadata"] = metadata_as_plain_values(values["_metadata"])
         values.pop(
             ALLOW_PICKLE_PARAMETER, None
         )  # a file must not contain the consent to run what it contains
@@ -88,6 +92,7 @@ class ParamsWriter(MLWriter):
                 param.name: value
                 for param, value in instance._defaultParamMap.items()
                 if param.name != ALLOW_PICKLE_PARAMETER
+                and not _needs_pickling(instance, param.name, value)
             },
         }
         SaveDirectory(path, session).write_object_version(
@@ -191,6 +196,23 @@ class ParamsReadable(MLReadable[T]):
     def read(cls) -> ParamsReader[Any]:
         """Returns the reader; loading runs the code that was pickled with the object."""
         return cls._reader_class(cls)
+
+
+def pop_subclass_objects(instance: Params, values: dict[str, Any]) -> dict[str, Any]:
+    """Takes out of the values those of a subclass's own parameters that JSON cannot hold.
+
+    Args:
+        instance: the object.
+        values: by name.
+    """
+    names = [name for name, value in values.items() if _needs_pickling(instance, name, value)]
+    return {name: values.pop(name) for name in names}
+
+
+def _needs_pickling(instance: Params, name: str, value: Any) -> bool:
+    """Returns whether JSON cannot hold a value of a parameter that a subclass has added."""
+    own = isinstance(getattr(type(instance), name, None), Parameter)
+    return not own and not _is_plain_json(value)
 
 
 def split_plain_json(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

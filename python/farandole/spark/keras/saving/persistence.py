@@ -4,8 +4,9 @@
 
 A model has the part "model", a `.keras` file. If it uses the user's classes and functions, it also
 has the part "custom_objects", a pickle of these, and if it was trained with a `transformation_fn`,
-the part "transformation", a pickle of it. Loading a pickle runs code, loading the model does not.
-Where pickles are refused, the model is loaded without its transformation.
+the part "transformation", a pickle of it. Objects in a subclass's own parameters are the part
+"parameters", a pickle, too. Loading a pickle runs code, loading the model does not. Where pickles
+are refused, the model is loaded without transformation and these parameters.
 
 An estimator has the parts "model" and "objects": a pickle of its optimizer, functions, callbacks
 and the like.
@@ -24,6 +25,7 @@ from farandole.spark.common.saving.persistence import (
     ParamsReader,
     ParamsWritable,
     ParamsWriter,
+    pop_subclass_objects,
     split_plain_json,
 )
 from farandole.spark.keras.saving import model_bytes
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from farandole.spark.keras.model import KerasModel
 
 _TRANSFORMATION_PART: Final = "transformation"
+_SUBCLASS_PART: Final = "parameters"
 _log = logging.getLogger("farandole")
 
 
@@ -59,6 +62,8 @@ class KerasModelWriter(ParamsWriter):
         function = values.pop("transformation_fn", None)
         if function is not None:
             parts[_TRANSFORMATION_PART] = pickling.pickle_by_value(function)
+        if more := pop_subclass_objects(self.instance, values):
+            parts[_SUBCLASS_PART] = pickling.pickle_by_value(more)
         return values, parts
 
 
@@ -115,19 +120,28 @@ class KerasModelReader(ParamsReader["KerasModel"]):
             ) from error
         if objects:
             loaded.setCustomObjects(objects)
-        if (
-            _TRANSFORMATION_PART in parts
-            and self._given_objects is None
-            and not self._safe_mode_requested
-        ):
-            try:
-                self.check_pickled_code(path)
-            except PickleNotAllowedError:
-                _log.warning(
-                    "the transformation_fn saved at %s is not loaded, since it is a pickle", path
-                )
-            else:
-                loaded.setTransformationFn(cloudpickle.loads(parts[_TRANSFORMATION_PART]))
+        if self._given_objects is not None or self._safe_mode_requested:
+            return
+        function = self._unpickle_if_allowed(parts.get(_TRANSFORMATION_PART), path)
+        if function is not None:
+            loaded.setTransformationFn(function)
+        more = self._unpickle_if_allowed(parts.get(_SUBCLASS_PART), path, "own parameters")
+        loaded.setParams(**(more or {}))
+
+    def _unpickle_if_allowed(
+        self, packed: bytes | None, path: str, what: str = "transformation_fn"
+    ) -> Any:
+        """Returns what a part holds; `None` if there is none, or after a warning if pickles are
+        refused.
+        """
+        if packed is None:
+            return None
+        try:
+            self.check_pickled_code(path)
+        except PickleNotAllowedError:
+            _log.warning("the %s saved at %s is not loaded, since it is a pickle", what, path)
+            return None
+        return cloudpickle.loads(packed)
 
 
 class KerasEstimatorParamsWriter(ParamsWriter):

@@ -4,8 +4,8 @@
 
 A model has the parts "state" and "objects". "state" contains the weights as safetensors (or as a
 zip of torch, if safetensors does not have their type), and loading it runs no code. "objects" is a
-pickle of module, optimizer, loss and transformation, in which every weight is a reference into
-"state"; loading it runs code.
+pickle of module, optimizer, loss, transformation and objects in a subclass's own parameters, in
+which every weight is a reference into "state"; loading it runs code.
 
 An estimator has only the part "objects": a pickle of its model, optimizer, functions and other
 objects.
@@ -25,6 +25,7 @@ from farandole.spark.common.saving.persistence import (
     ParamsReader,
     ParamsWritable,
     ParamsWriter,
+    pop_subclass_objects,
     split_plain_json,
 )
 from farandole.spark.torch.saving import safetensors_bytes, state_bytes
@@ -80,9 +81,10 @@ class TorchModelWriter(ParamsWriter):
             for name, tensor in module.state_dict(keep_vars=True).items()
             if torch.is_tensor(tensor)
         }
+        more = pop_subclass_objects(self.instance, values)
         pickled = io.BytesIO()
         _WeightReferencePickler(pickled, weights).dump(
-            {name: values.get(name) for name in _PICKLED_PARAMS}
+            {**{name: values.get(name) for name in _PICKLED_PARAMS}, **more}
         )
         plain = {name: value for name, value in values.items() if name not in _PICKLED_PARAMS}
         bare = {name: tensor.detach().cpu() for name, tensor in weights.items()}
