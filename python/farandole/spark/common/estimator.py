@@ -56,6 +56,7 @@ from farandole.spark.common.runs.fingerprint import (
     parameter_parts,
 )
 from farandole.spark.common.runs.finite_loss import NotFiniteError
+from farandole.spark.common.runs.rank_metrics import log_rank_metrics
 from farandole.spark.common.runs.run_fingerprint_check import (
     check_or_store_fingerprint,
     hold_run_lease,
@@ -470,6 +471,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
             more["on_progress"] = handle_report
         left = self.getMaxRestarts() if self.getOnFailure() == "restart" else 0
         with (
+            log_rank_metrics(tracker) as rank_metrics,
             keep_run_journal(self, job) as journal,
             report_run(
                 SparkPlugin.from_active_context(),
@@ -478,6 +480,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
                 loggable_parameters(self),
                 journal,
                 shown.rank_reporter(),
+                rank_metrics,
             ) as run,
             contextlib.closing(StopRequest(job.store)) as request,
             shown.offer_stop(request) as stop,
