@@ -12,7 +12,7 @@ import contextlib
 import re
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 from farandole.runner.show.run_reporter import RunReportReceiver
 
@@ -53,12 +53,12 @@ def rank_metrics(ranks: Iterable[Mapping[str, Any]]) -> dict[str, float]:
             metrics[f"{own}/process_memory_megabytes"] = memory / _BYTES_PER_MEGABYTE
         # MLflow takes no other characters in a name.
         host = f"system/{re.sub(r'[^A-Za-z0-9_.-]', '_', str(rank.get('host')))}"
-        if _is_number(load.get("cpu")):
-            metrics[f"{host}/cpu_utilization_percentage"] = 100 * load["cpu"]
+        if _is_number(cpu := load.get("cpu")):
+            metrics[f"{host}/cpu_utilization_percentage"] = 100 * cpu
         metrics |= _memory_metrics(f"{host}/system_memory", load, "memory")
-        if _is_number(load.get("gpu")):
+        if _is_number(use := load.get("gpu")):
             gpu = gpus[host] = gpus.get(host, -1) + 1
-            metrics[f"{host}/gpu_{gpu}_utilization_percentage"] = 100 * load["gpu"]
+            metrics[f"{host}/gpu_{gpu}_utilization_percentage"] = 100 * use
             metrics |= _memory_metrics(f"{host}/gpu_{gpu}_memory", load, "gpu_memory")
     return metrics
 
@@ -73,7 +73,7 @@ def _memory_metrics(prefix: str, load: Mapping[str, Any], name: str) -> dict[str
     }
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
