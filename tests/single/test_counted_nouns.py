@@ -48,6 +48,7 @@ HAND_WRITTEN = re.compile(
 # Texts that are shown as a table: the number is in a column and the noun is its head.
 COLUMN = re.compile(r":>\d+[^{}]*\} files")
 SOURCES = (
+    "crates/*/src/**/*.rs",
     "python/farandole/**/*.py",
     "crates/ui/page/*.js",
     "jvm-shim/spark/src/main/resources/**/*.js",
