@@ -147,7 +147,7 @@ def test_more_metrics_than_one_call_takes_are_all_logged_to_the_run_of_the_fit(m
 
 
 @pytest.mark.parametrize("autolog", [False, True])
-def test_a_fit_of_two_processes_is_one_run_with_both_ranks(mlflow, tmp_path, autolog):
+def test_a_fit_of_two_processes_is_one_run_with_both_ranks_and_a_verdict(mlflow, tmp_path, autolog):
     if autolog:
         mlflow.autolog(silent=True)
     try:
@@ -162,3 +162,4 @@ def test_a_fit_of_two_processes_is_one_run_with_both_ranks(mlflow, tmp_path, aut
         assert {f"rank/{rank}/step_seconds", f"rank/{rank}/data_wait_seconds"} <= names, names
         assert 0 <= run.data.metrics[f"rank/{rank}/reduction_share"] <= 1
     assert "loss" in names
+    assert run.data.tags["farandole.verdict"]

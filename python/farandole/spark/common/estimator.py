@@ -56,7 +56,7 @@ from farandole.spark.common.runs.fingerprint import (
     parameter_parts,
 )
 from farandole.spark.common.runs.finite_loss import NotFiniteError
-from farandole.spark.common.runs.rank_metrics import log_rank_metrics
+from farandole.spark.common.runs.rank_metrics import log_rank_metrics, run_verdict
 from farandole.spark.common.runs.run_fingerprint_check import (
     check_or_store_fingerprint,
     hold_run_lease,
@@ -343,6 +343,8 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
             create_trackers(self, job, prepared, plan.fingerprint) as tracker,
         ):
             trained = self._run_job_with_retries(fit, plan.train, job, tracker)[0]
+            if (verdict := run_verdict(job)) is not None:
+                tracker.log_verdict(verdict)
             model = plan.load_result(trained)
             tracker.log_model(model, self._flavor, plan.create_example(model))
         return self.get_model_class()(

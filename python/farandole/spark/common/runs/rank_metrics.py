@@ -14,6 +14,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
+from farandole._native import ui as native_ui
 from farandole.runner.show.run_reporter import RunReportReceiver
 
 if TYPE_CHECKING:
@@ -159,3 +160,19 @@ def log_rank_metrics(tracker: Tracker) -> Iterator[RankMetricsReporter | None]:
         return
     with contextlib.closing(RankMetricsReporter(tracker.log_ranks)) as reporter:
         yield reporter
+
+
+def run_verdict(job: Any) -> str | None:
+    """Returns what limits the speed of a run, as `farandole explain` says it; `None` if the run is
+    not saved, or its ranks have not measured it.
+
+    Args:
+        job: of the run.
+    """
+    if job.store.run_path is None:
+        return None
+    try:
+        verdict = native_ui.explain_verdict(job.store.run_path)
+    except (OSError, ValueError):  # the store is lost: the fit's own error names it
+        return None
+    return None if verdict.startswith("unknown") else verdict

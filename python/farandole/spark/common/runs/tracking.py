@@ -29,6 +29,8 @@ _MAX_MLFLOW_VALUE_CHARACTERS = 500
 """Characters that MLflow takes of a parameter."""
 _MAX_MLFLOW_BATCH = 1000
 """Metrics that MLflow takes in one call."""
+MLFLOW_VERDICT_TAG = "farandole.verdict"
+"""Tag of the limit of the run's speed."""
 _log = logging.getLogger("farandole")
 
 
@@ -81,6 +83,13 @@ class Tracker(AbstractContextManager["Tracker"]):
             sample: number of the sample, from 0.
         """
 
+    def log_verdict(self, verdict: str) -> None:
+        """Takes the limit of the run's speed.
+
+        Args:
+            verdict: of `farandole explain`.
+        """
+
     @property
     def takes_ranks(self) -> bool:
         """Whether `log_ranks` logs anything. Otherwise, ranks need not report their load."""
@@ -131,6 +140,12 @@ class TrackerGroup(Tracker):
         for one in self._trackers:
             with self._warn_of_failure(one, "metrics of ranks"):
                 one.log_ranks(metrics, sample)
+
+    def log_verdict(self, verdict: str) -> None:
+        """Like `Tracker.log_verdict`."""
+        for one in self._trackers:
+            with self._warn_of_failure(one, "the verdict"):
+                one.log_verdict(verdict)
 
     @property
     def takes_ranks(self) -> bool:
@@ -293,6 +308,10 @@ class MlflowTracker(_ServiceTracker):
         batch = [Metric(name, value, now, sample) for name, value in metrics.items()]
         for start in range(0, len(batch), _MAX_MLFLOW_BATCH):
             client.log_batch(self._active, metrics=batch[start : start + _MAX_MLFLOW_BATCH])
+
+    def log_verdict(self, verdict: str) -> None:
+        """Like `Tracker.log_verdict`."""
+        self._library.set_tag(MLFLOW_VERDICT_TAG, verdict)
 
     def _has_active_run(self) -> bool:
         return self._library.active_run() is not None
