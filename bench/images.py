@@ -27,8 +27,6 @@ import PIL.Image
 import pyarrow as pa
 import torch
 from saved import save
-from torchvision.io import ImageReadMode, decode_image
-from torchvision.transforms import v2
 
 from farandole.data import Decode, Image, ParquetLoader, prepare_data
 
@@ -53,6 +51,8 @@ def photographs(count: int, kind: str) -> list[bytes]:
 
 def normalised() -> Callable[[torch.Tensor], torch.Tensor]:
     """Returns torchvision's steps of a decoded image."""
+    from torchvision.transforms import v2  # noqa: PLC0415 - as in main
+
     return v2.Compose(
         [
             v2.Resize(224),
@@ -70,6 +70,7 @@ def resized() -> tuple[Image, Callable[[torch.Tensor], torch.Tensor]]:
 
 def torchvision_pass(files: list[bytes], steps: Callable[[torch.Tensor], torch.Tensor]) -> int:
     """Decodes all files with torchvision."""
+    from torchvision.io import ImageReadMode, decode_image  # noqa: PLC0415 - as in main
 
     def one(blob: bytes) -> torch.Tensor:
         encoded = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
@@ -114,6 +115,10 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=1000)
     parser.add_argument("--repeat", type=int, default=5)
     given = parser.parse_args()
+    try:
+        import torchvision  # noqa: F401, PLC0415 - --help works without it
+    except ModuleNotFoundError:
+        parser.error("torchvision is not installed: pip install torchvision")
     torch.set_num_threads(1)  # both have threads of their own
     results = {}
     for case, kind, how, steps in (

@@ -149,7 +149,10 @@ impl PyElasticJob {
                     .detach(|| detect_allocation(&LocalEnvironment))
                     .map_err(|failure| launcher_exception(&failure))?;
                 // Hosts that the caller names win over the hosts of the batch system.
-                let given = given.filter(|_| named.is_none());
+                let given = given.filter(|_| named.is_none() && hostfile.is_none());
+                if let Some(given) = &given {
+                    given.check_launch_host().map_err(|failure| launcher_exception(&failure))?;
+                }
                 // Without hosts, this host gets as many slots as the job can use.
                 let slots = max_workers.saturating_add(elastic.spares);
                 choose_discovery(

@@ -79,8 +79,10 @@ fn host_slots(hosts: Option<&str>, hostfile: Option<PathBuf>) -> PyResult<Vec<(S
             })?;
             parse_hostfile(&name, &text)
         }
-        (None, None) => detect_allocation(&LocalEnvironment)
-            .map(|found| found.map(|found| found.hosts).unwrap_or_default()),
+        (None, None) => detect_allocation(&LocalEnvironment).and_then(|found| match found {
+            Some(found) => found.check_launch_host().map(|()| found.hosts),
+            None => Ok(Vec::new()),
+        }),
     };
     let found = found.map_err(|failure| launcher_exception(&failure))?;
     Ok(found.into_iter().map(|host| (host.host, host.slots)).collect())

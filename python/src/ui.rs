@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
 use farandole::ui::timeline::{TimelinePieces, TimelineSummary, merge_timeline_files};
-use farandole::ui::{self, Error, Fault, ViewerSettings};
+use farandole::ui::{self, Error, Fault, ViewerSettings, explain_location};
 use pyo3::exceptions::{PyOSError, PyValueError};
 use pyo3::prelude::*;
 
@@ -15,6 +15,7 @@ use crate::error::error_chain_message;
 
 /// Fills the submodule.
 pub(crate) fn register_submodule(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_function(wrap_pyfunction!(explain_verdict, module)?)?;
     module.add_function(wrap_pyfunction!(merge_timelines, module)?)?;
     module.add_class::<TimelineMerger>()?;
     module.add_class::<ViewerServer>()
@@ -75,6 +76,14 @@ impl ViewerServer {
 /// Returns a summary as Python has it: JSON for its fields, and lines for people.
 fn summary_to_python(summary: &TimelineSummary) -> (String, Vec<String>) {
     (summary.to_json(), summary.summary_lines())
+}
+
+/// Returns the verdict about a run, or the newest run of a store.
+#[pyfunction]
+#[pyo3(signature = (location, /))]
+fn explain_verdict(py: Python<'_>, location: &str) -> PyResult<String> {
+    let found = py.detach(|| explain_location(location)).map_err(ui_exception)?;
+    Ok(found.explanation.verdict)
 }
 
 /// Merges files or folders into one trace.

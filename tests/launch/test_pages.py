@@ -76,6 +76,13 @@ SYSTEMS = {
     "#$ ": {"JOB_ID": "7", "PE_HOSTFILE": "/run/job/pe"},
 }
 
+SKYPILOT = {
+    "SKYPILOT_NODE_IPS": "node1\nnode2",
+    "SKYPILOT_NUM_NODES": "2",
+    "SKYPILOT_NODE_RANK": "0",
+    "SKYPILOT_NUM_GPUS_PER_NODE": "2",
+}
+
 
 def test_the_page_about_batch_systems(cluster):
     head = cluster["head"]
@@ -100,7 +107,8 @@ def test_the_page_about_batch_systems(cluster):
             ), text
         else:
             assert kind == "sh", f"nothing runs this: {text}"
-            assert ran(cluster, text) == NODES, text
+            variables = SKYPILOT if "SKYPILOT" in text else {}
+            assert ran(cluster, text, **variables) == NODES, text
         seen.add(kind)
     assert seen == {"bash", "yaml", "sh"}
 

@@ -100,3 +100,26 @@ def test_a_command_line_that_makes_no_sense_is_refused_with_status_2() -> None:
     ended = command("run", "-np", "1", "--no-such-flag", "true")
     assert ended.returncode == 2
     assert "--no-such-flag" in ended.stderr
+
+
+def test_doctor_and_run_find_the_hosts_of_clouds_and_only_the_first_one_launches(
+    tmp_path: Path,
+) -> None:
+    sky = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_GPUS_PER_NODE": "4"}
+    first = command("doctor", **sky, SKYPILOT_NODE_RANK="0").stdout
+    assert "launcher        SkyPilot: 2 hosts with 8 slots\n" in first
+    refused = command("run", "true", **sky, SKYPILOT_NODE_RANK="1")
+    assert refused.returncode != 0
+    assert "SKYPILOT_NODE_RANK" in refused.stderr
+    named = command("run", "-H", "localhost:1", "true", **sky, SKYPILOT_NODE_RANK="1")
+    assert named.returncode == 0, named.stderr
+    (tmp_path / "resourceconfig.json").write_text(
+        '{"current_host": "algo-1", "hosts": ["algo-1", "algo-2"]}'
+    )
+    told = command("doctor", SM_INPUT_CONFIG_DIR=str(tmp_path)).stdout
+    assert "launcher        SageMaker: 2 hosts with 2 slots\n" in told
+    contradiction = command("doctor", SM_INPUT_CONFIG_DIR=str(tmp_path), SM_HOSTS='["algo-7"]')
+    assert contradiction.returncode == 1
+    problems = contradiction.stdout.partition("\nProblems\n")[2]
+    assert "SM_HOSTS" in problems
+    assert f"{tmp_path}/resourceconfig.json" in problems

@@ -57,7 +57,7 @@ EXECUTED: Final[dict[tuple[str, str], dict[str, set[int]]]] = {
     ("docs/user-guide/running/batch-systems.md", "bash"): {
         "tests/launch/test_pages.py": {0, 1, 2, 3}
     },
-    ("docs/user-guide/running/batch-systems.md", "sh"): {"tests/launch/test_pages.py": {0}},
+    ("docs/user-guide/running/batch-systems.md", "sh"): {"tests/launch/test_pages.py": {0, 1}},
     ("docs/user-guide/running/hosts.md", "sh"): {"tests/launch/test_pages.py": {0, 1, 2, 3, 4, 5}},
     ("docs/user-guide/running/other-launchers.md", "python"): {
         "tests/started.py": {0},

@@ -116,6 +116,23 @@ def test_the_table_of_versions_has_the_bounds_of_the_package():
     } == {}
 
 
+def test_the_page_of_versions_has_the_targets_with_other_versions_of_spark():
+    rules = re.findall(r"^(test[\w-]*):(?!=)(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    versions = {
+        target: re.findall(r"\.tools/pyspark-([\d.]+)/ready", needed) for target, needed in rules
+    }
+    nightly = re.findall(r"[\w-]+", (ROOT / ".github/workflows/nightly.yml").read_text())
+    wanted = [
+        (target, ", ".join(sorted(found)), "nightly" if target in nightly else "by hand")
+        for target, found in sorted(versions.items())
+        if found
+    ]
+    page = (DOCS / "versions.md").read_text()
+    rows = re.findall(r"^\| `make (test[\w-]*)` \| ([\d., ]+) \| (.+) \|$", page, re.MULTILINE)
+    assert len(wanted) == 3
+    assert rows == wanted
+
+
 def test_the_specifications_state_the_versions_of_the_sources():
     rows = re.findall(
         r"^\| .+ \| (?:format )?(\d+) \| `(\w+)` in `(\S+)` \|$",

@@ -428,7 +428,7 @@ def test_dropped_lines_are_counted_not_hidden(capsys):
     out = io.StringIO()
     play(Script(STARTED, [late], endings=[]), stdout=out)
     assert out.getvalue() == "[0]<stdout>:here\n"
-    assert "12 lines of workers were dropped" in capsys.readouterr().err
+    assert "dropped 12 lines of workers" in capsys.readouterr().err
 
 
 def test_silence_is_kept_at_verbose_0(capsys):

@@ -53,7 +53,7 @@ def test_a_job_gets_all_of_its_slots_or_waits_and_says_so():
     jobs.start("second", 3)
     jobs.has(["first"])
     assert jobs.messages == [
-        "a job of 3 processes waits for slots: 1 jobs hold 3 of 4, 0 jobs are ahead in the queue"
+        "a job of 3 processes waits for slots: 3 of 4 are held by 1 job, 0 jobs ahead in the queue"
     ]
     jobs.end("first")
     jobs.has(["first", "second"])
@@ -87,7 +87,8 @@ def test_a_job_with_a_limit_waits_no_longer_and_leaves_the_queue():
     jobs = Jobs(2)
     jobs.start("first", 2)
     late = pytest.raises(
-        TimeoutError, match=r"Timed out waiting for slots: 0 of 1 after 0.1 s; .*1 jobs hold 2 of 2"
+        TimeoutError,
+        match=r"Timed out waiting for slots: 0 of 1 after 0.1 s; .*2 of 2 are held by 1 job",
     )
     with late, jobs.slots.hold_slots(1, jobs.messages.append, max_wait_seconds=0.1):
         pass

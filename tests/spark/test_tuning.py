@@ -45,7 +45,7 @@ def test_gangs_that_do_not_fit_at_once_wait_for_each_other_and_say_so(spark, cap
         )
     assert found == [[(rank, float(size)) for rank in range(size)]] * 3
     said = capfd.readouterr().err
-    assert f"a job of {size} processes waits for slots: 1 jobs hold {size} of {size}" in said
+    assert f"a job of {size} processes waits for slots: {size} of {size} are held by 1 job" in said
     assert "trying again" not in said, "Spark was never asked for more slots than there are"
 
 
@@ -63,7 +63,7 @@ def test_gangs_that_would_each_hold_half_of_the_slots_do_not_wait_for_each_other
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(gang, [True, True, False]))
     assert found == [[(rank, float(size)) for rank in range(size)]] * 3
-    assert f"waits for slots: 1 jobs hold {size} of {size}" in capfd.readouterr().err
+    assert f"waits for slots: {size} of {size} are held by 1 job" in capfd.readouterr().err
 
 
 def test_a_given_start_timeout_bounds_the_wait_for_the_slots_of_another_job(spark):
@@ -89,7 +89,7 @@ def test_a_given_start_timeout_bounds_the_wait_for_the_slots_of_another_job(spar
     assert begun.wait(60)
     began = time.monotonic()
     for start in (farandole.spark.run, farandole.spark.run_elastic):
-        with pytest.raises(TimeoutError, match="1 jobs hold"):
+        with pytest.raises(TimeoutError, match="are held by 1 job"):
             start(rank_in_world, num_proc=size, start_timeout=1)
     assert time.monotonic() - began < 30
     over.set()
@@ -192,7 +192,9 @@ def test_a_cross_validation_prepares_each_fold_once_and_fits_in_turn_on_warm_wor
     assert most == 2, "never more ranks than slots"
     assert len(parents) == 1, "all ranks come from one fork server"
     said = capfd.readouterr().err
-    assert ("a job of 2 processes waits for slots: 1 jobs hold 2 of 2" in said) == (parallelism > 1)
+    assert ("a job of 2 processes waits for slots: 2 of 2 are held by 1 job" in said) == (
+        parallelism > 1
+    )
     assert "trying again" not in said, "Spark was never asked for more slots than there are"
 
 
@@ -218,7 +220,7 @@ def test_fits_on_this_host_in_a_search_share_its_cores(searched, capfd):
     assert most == cores
     assert len(parents) == 1
     assert (
-        f"a job of {cores} processes waits for slots: 1 jobs hold {cores} of {cores}"
+        f"a job of {cores} processes waits for slots: {cores} of {cores} are held by 1 job"
         in capfd.readouterr().err
     )
 
@@ -241,7 +243,9 @@ def test_trials_of_hyperopt_are_jobs_on_executors_that_wait_for_each_others_slot
     )
     assert [(one["rank"], one["ranks"]) for one in trials.results] == [(0, 2.0)] * 4
     assert (best["x"] - 1) ** 2 == min(trials.losses())
-    assert "a job of 2 processes waits for slots: 1 jobs hold 2 of 2" in capfd.readouterr().err
+    assert (
+        "a job of 2 processes waits for slots: 2 of 2 are held by 1 job" in capfd.readouterr().err
+    )
 
 
 def test_rows_that_are_said_to_be_the_same_are_prepared_once_though_no_plan_tells(

@@ -451,3 +451,34 @@ def test_the_command_explains_recorded_runs(tmp_path):
         [*program, "--json", str(failed)], capture_output=True, text=True, timeout=60, check=True
     )
     assert "output/rank.1/stderr" in json.loads(told.stdout)["next"]
+
+
+def test_the_command_explains_the_newest_run_of_a_store_and_lists_the_others(tmp_path):
+    write_run(tmp_path, "older", started=1000, ended=2000)
+    newest = write_run(tmp_path, "newest", state="failed", reason="rank 1 on b was lost")
+    program = [sys.executable, "-m", "farandole", "explain"]
+
+    def told(*arguments: str) -> str:
+        return subprocess.run(
+            [*program, *arguments], capture_output=True, text=True, timeout=60, check=True
+        ).stdout
+
+    lines = told(str(tmp_path)).splitlines()
+    assert lines[0].startswith(f"run:     {newest} (failed, started ")
+    assert lines[0].endswith(", the newest of 2 runs")
+    assert lines[1] == "verdict: failed: rank 1 on b was lost"
+    assert lines[4].startswith(f"others:  {tmp_path}/runs/older (ended, started 1970-01-0")
+    assert len(lines) == 5
+    found = json.loads(told("--json", str(tmp_path)))
+    assert [one["directory"] for one in found["others"]] == [f"{tmp_path}/runs/older"]
+    assert found["run"]["directory"] == str(newest)
+    assert found["verdict"] == "failed: rank 1 on b was lost"
+
+
+def test_a_store_without_runs_is_named(tmp_path):
+    ended = subprocess.run(
+        [sys.executable, "-m", "farandole", "explain", str(tmp_path)],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert ended.returncode != 0
+    assert f"a run in {tmp_path}" in ended.stderr

@@ -13,6 +13,7 @@ use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
 use farandole::config::{Config, environment_variable};
 use farandole::launcher::StaticJob;
 use farandole::telemetry::{OutputStream, RecordSink, WorkerRecord};
+use farandole::world::format_counted_noun;
 
 use crate::embedding_interpreter::EmbeddingInterpreter;
 
@@ -191,8 +192,10 @@ impl BenchTable {
     fn print_header(&self) {
         if !self.json {
             print_line(&format!(
-                "{} of {} on {} processes",
-                self.operation, self.dtype, self.ranks
+                "{} of {} on {}",
+                self.operation,
+                self.dtype,
+                format_counted_noun(self.ranks.into(), "process")
             ));
             print_line(&format!(
                 "{:>12} {:>7} {:>12} {:>12} {:>10} {:>10}",

@@ -23,7 +23,7 @@ use farandole::registrar::{
     PROTOCOL_VERSION, Registrar, RegistrarOptions, TaskClient, local_host_facts,
 };
 use farandole::transport::{LinkKind, MemoryRendezvous, Mesh, MeshOptions};
-use farandole::world::{Rank, TaskId};
+use farandole::world::{Rank, TaskId, format_counted_noun};
 
 use self::page::DoctorPage;
 use crate::console::ConsoleSink;
@@ -247,7 +247,11 @@ fn check_devices(page: &mut DoctorPage, python: &PythonInstallation) {
     match driver.as_deref().and_then(|text| text.lines().next()) {
         Some(version) => {
             let version = version.trim_start_matches("NVRM version:").trim();
-            page.add_check(true, "NVIDIA driver", &format!("{count} devices, {version}"));
+            page.add_check(
+                true,
+                "NVIDIA driver",
+                &format!("{}, {version}", format_counted_noun(count as u64, "device")),
+            );
         }
         None => page.add_check(false, "NVIDIA driver", "none; tensors are reduced on the CPU"),
     }

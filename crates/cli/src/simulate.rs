@@ -12,6 +12,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result};
 use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
 use farandole::config::{Config, environment_variable};
+use farandole::world::format_counted_noun;
 use farandole_simulator::{
     AllreduceEstimate, AllreduceSimulator, ControlRound, FormationEstimate, ModelProfile,
     PUBLISHED_EFFICIENCIES, PassTiming, SimulatedCluster, StepEstimate, goal_format,
@@ -229,25 +230,24 @@ impl SimulationReport {
         let Self { cluster, forming, control, .. } = self;
         let mut lines = vec![
             format!(
-                "{} ranks on {} hosts, {} Gbit/s, {:.0} us",
-                cluster.ranks,
-                cluster.hosts,
+                "{} on {}, {} Gbit/s, {:.0} us",
+                format_counted_noun(cluster.ranks.into(), "rank"),
+                format_counted_noun(cluster.hosts.into(), "host"),
                 cluster.bandwidth * 8.0 / 1e9,
                 cluster.latency.as_secs_f64() * 1e6
             ),
             format!(
-                "forming a world: {:.3} s; {} calls and {} connections at the registrar, {} links \
-                 of the busiest rank",
+                "forming a world: {:.3} s; {} and {} at the registrar, {} of the busiest rank",
                 forming.time.as_secs_f64(),
-                forming.calls,
-                forming.connections,
-                forming.links
+                format_counted_noun(forming.calls, "call"),
+                format_counted_noun(forming.connections, "connection"),
+                format_counted_noun(forming.links, "link")
             ),
             format!(
-                "negotiation: {:.3} ms up and {:.3} ms down, {} messages at the busiest rank",
+                "negotiation: {:.3} ms up and {:.3} ms down, {} at the busiest rank",
                 to_milliseconds(control.announce_time),
                 to_milliseconds(control.distribute_time),
-                control.busiest_rank_messages
+                format_counted_noun(control.busiest_rank_messages, "message")
             ),
         ];
         if !self.allreduces.is_empty() {
@@ -270,9 +270,9 @@ impl SimulationReport {
         }
         if let Some((model, timing, step)) = &self.step {
             lines.push(format!(
-                "{}: {} tensors, {:.1} MB; forward {:.1} ms, backward {:.1} ms",
+                "{}: {}, {:.1} MB; forward {:.1} ms, backward {:.1} ms",
                 model.name,
-                model.layers.len(),
+                format_counted_noun(model.layers.len() as u64, "tensor"),
                 to_megabytes(model.gradient_bytes()),
                 to_milliseconds(timing.forward),
                 to_milliseconds(timing.backward)
@@ -281,11 +281,11 @@ impl SimulationReport {
                 lines.push(format!("  {}", model.source));
             }
             lines.push(format!(
-                "  step {:.1} ms, {:.1} ms of allreduces ({} in {} lists), efficiency {:.1} %",
+                "  step {:.1} ms, {:.1} ms of allreduces ({} in {}), efficiency {:.1} %",
                 to_milliseconds(step.time),
                 to_milliseconds(step.reduction_time),
                 step.operations,
-                step.lists,
+                format_counted_noun(step.lists as u64, "list"),
                 step.scaling_efficiency() * 100.0
             ));
             let published = PUBLISHED_EFFICIENCIES.map(|published| {

@@ -5,6 +5,8 @@
 //! were refused.
 #![expect(unsafe_code, reason = "functions of libraries that are loaded at run time")]
 
+use farandole_world::format_counted_noun;
+
 use crate::driver::CudaDriver;
 use crate::{CudaLibrary, LibrarySearchPath, NcclLibrary, NvrtcCompiler, Result, SharedLibrary};
 
@@ -35,10 +37,10 @@ pub fn collect_inventory(search_path: &LibrarySearchPath) -> Vec<CudaInventoryEn
     let found = driver.as_ref().map_err(Clone::clone).and_then(|driver| {
         let version = driver.cuda_version()?;
         Ok(format!(
-            "serves CUDA {}.{}, {} devices",
+            "serves CUDA {}.{}, {}",
             version / 1000,
             version % 1000 / 10,
-            driver.device_count()?
+            format_counted_noun(driver.device_count()?.into(), "device")
         ))
     });
     let mut all = vec![to_inventory_entry(CudaLibrary::Driver.library_name(), found)];

@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use farandole_kernels::{Buffer, DataType, MemoryKind, ReduceOp};
 use farandole_negotiation::{CollectiveCall, MemorySite, RequestSignature};
-use farandole_world::{ProcessSetId, Rank};
+use farandole_world::{ProcessSetId, Rank, format_counted_noun};
 
 use crate::devices::EngineDevices;
 use crate::set::{PendingEntry, row_share};
@@ -207,7 +207,10 @@ fn resolve_splits(
     let Some(splits) = splits else {
         return match rows % members as u64 {
             0 => Ok(vec![rows / members as u64; members]),
-            _ => refuse(format!("{rows} rows cannot be split evenly among {members} ranks")),
+            _ => {
+                let ranks = format_counted_noun(members as u64, "rank");
+                refuse(format!("{rows} rows cannot be split evenly among {ranks}"))
+            }
         };
     };
     if splits.len() != members {

@@ -10,54 +10,27 @@
 //! | PBS, Torque | `PBS_JOBID` | the file `PBS_NODEFILE` | ssh |
 //! | Grid Engine | `PE_HOSTFILE` | the same file | `qrsh -inherit`, or ssh |
 //! | Kubernetes MPIJob | host file of MPI | the same file | the rsh agent of MPI, or ssh |
+//! | SkyPilot | `SKYPILOT_NODE_IPS` | the same, and `SKYPILOT_NUM_GPUS_PER_NODE` | ssh |
+//! | Volcano | `/etc/volcano/*.host` | the same files, a slot for each host | ssh |
+//! | SageMaker | `SM_HOSTS` or `resourceconfig.json` | the same, and `SM_NUM_GPUS` | ssh |
 //!
 //! The host file of an MPIJob is in `OMPI_MCA_orte_default_hostfile`, `I_MPI_HYDRA_HOST_FILE` or
-//! `HYDRA_HOST_FILE`.
+//! `HYDRA_HOST_FILE`. The last three start the user's command on every host, so they say on which
+//! of them a launcher belongs ([`BatchAllocation::check_launch_host`]).
 
 use std::path::PathBuf;
 
+use farandole_world::format_counted_noun;
 use farandole_world::slurm_nodelist::{expand_counts, expand_nodes};
 
+use crate::cloud_hosts::{CloudHosts, find_cloud_hosts};
 use crate::error::{Error, Result};
 use crate::hosts::{HostSlots, merge_hosts, parse_hostfile};
+pub use crate::launch_environment::{LaunchEnvironment, LocalEnvironment};
 use crate::shell::RemoteShell;
 
 /// Path at which the MPI operator of Kubernetes installs kubectl.
 const OPERATOR_KUBECTL_PATH: &str = "/opt/kube/kubectl";
-
-/// The source of environment variables and files, which a test replaces.
-pub trait LaunchEnvironment {
-    /// Returns the variable's value, if it is set and not empty.
-    fn environment_variable(&self, name: &str) -> Option<String>;
-
-    /// Returns the file's text.
-    ///
-    /// # Errors
-    /// The file cannot be read.
-    fn read_file(&self, path: &str) -> std::io::Result<String>;
-
-    /// Returns whether a program can be started by this name or path.
-    fn has_program(&self, name: &str) -> bool;
-}
-
-/// This process's own environment and files.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct LocalEnvironment;
-
-impl LaunchEnvironment for LocalEnvironment {
-    fn environment_variable(&self, name: &str) -> Option<String> {
-        farandole_config::environment_variable(name)
-    }
-
-    fn read_file(&self, path: &str) -> std::io::Result<String> {
-        std::fs::read_to_string(path)
-    }
-
-    fn has_program(&self, name: &str) -> bool {
-        let path = farandole_config::environment_variable("PATH").unwrap_or_default();
-        std::env::split_paths(&path).any(|folder| folder.join(name).is_file())
-    }
-}
 
 /// The batch job in which this process runs.
 #[derive(Clone, Debug)]
@@ -70,6 +43,21 @@ pub struct BatchAllocation {
     pub shell: Option<RemoteShell>,
     /// The file that lists the hosts, if it changes while the job runs.
     pub file: Option<PathBuf>,
+    /// The reason why a job on these hosts cannot be launched from this host, if there is one.
+    pub refusal: Option<String>,
+}
+
+impl BatchAllocation {
+    /// Checks that a job on these hosts is launched from this host.
+    ///
+    /// # Errors
+    /// `Usage`: the system starts the command on every host, and this is not the first one.
+    pub fn check_launch_host(&self) -> Result<()> {
+        match &self.refusal {
+            Some(reason) => Err(Error::Usage { reason: reason.clone() }),
+            None => Ok(()),
+        }
+    }
 }
 
 /// Returns the batch job in which this process runs, if any.
@@ -88,7 +76,10 @@ pub fn detect_allocation(environment: &dyn LaunchEnvironment) -> Result<Option<B
             return Ok(Some(found));
         }
     }
-    Ok(None)
+    Ok(find_cloud_hosts(environment)?.map(|found| {
+        let CloudHosts { system, hosts, refusal } = found;
+        BatchAllocation { system, hosts, shell: None, file: None, refusal }
+    }))
 }
 
 fn slurm_allocation(environment: &dyn LaunchEnvironment) -> Result<Option<BatchAllocation>> {
@@ -110,8 +101,8 @@ fn slurm_allocation(environment: &dyn LaunchEnvironment) -> Result<Option<BatchA
     };
     if counts.len() != nodes.len() {
         let reason = format!(
-            "SLURM_TASKS_PER_NODE has {} nodes and SLURM_JOB_NODELIST has {}",
-            counts.len(),
+            "SLURM_TASKS_PER_NODE has {} and SLURM_JOB_NODELIST has {}",
+            format_counted_noun(counts.len() as u64, "node"),
             nodes.len()
         );
         return Err(Error::Usage { reason });
@@ -119,7 +110,7 @@ fn slurm_allocation(environment: &dyn LaunchEnvironment) -> Result<Option<BatchA
     let hosts =
         nodes.into_iter().zip(counts).map(|(host, slots)| HostSlots { host, slots }).collect();
     let shell = environment.has_program("srun").then(RemoteShell::via_srun);
-    Ok(Some(BatchAllocation { system: "Slurm", hosts, shell, file: None }))
+    Ok(Some(BatchAllocation { system: "Slurm", hosts, shell, file: None, refusal: None }))
 }
 
 fn lsf_allocation(environment: &dyn LaunchEnvironment) -> Result<Option<BatchAllocation>> {
@@ -145,7 +136,13 @@ fn lsf_allocation(environment: &dyn LaunchEnvironment) -> Result<Option<BatchAll
         hosts.remove(0);
     }
     let shell = environment.has_program("blaunch").then(RemoteShell::via_blaunch);
-    Ok(Some(BatchAllocation { system: "LSF", hosts: merge_hosts(hosts), shell, file: None }))
+    Ok(Some(BatchAllocation {
+        system: "LSF",
+        hosts: merge_hosts(hosts),
+        shell,
+        file: None,
+        refusal: None,
+    }))
 }
 
 fn pbs_allocation(environment: &dyn LaunchEnvironment) -> Result<Option<BatchAllocation>> {
@@ -160,6 +157,7 @@ fn pbs_allocation(environment: &dyn LaunchEnvironment) -> Result<Option<BatchAll
         hosts: read_hostfile(environment, "PBS_NODEFILE", &path)?,
         shell: None,
         file: None,
+        refusal: None,
     }))
 }
 
@@ -182,6 +180,7 @@ fn grid_engine_allocation(environment: &dyn LaunchEnvironment) -> Result<Option<
         hosts: merge_hosts(hosts),
         shell,
         file: None,
+        refusal: None,
     }))
 }
 
@@ -212,7 +211,8 @@ fn kubernetes_allocation(environment: &dyn LaunchEnvironment) -> Result<Option<B
         }
         Some(agent) => Some(RemoteShell::from_command(agent)?),
     };
-    Ok(Some(BatchAllocation { system: "MPIJob", hosts, shell, file: Some(path.into()) }))
+    let file = Some(path.into());
+    Ok(Some(BatchAllocation { system: "MPIJob", hosts, shell, file, refusal: None }))
 }
 
 /// Returns the hosts of a file with one host per line.
@@ -258,6 +258,10 @@ mod tests {
                 .get(path)
                 .map(|text| (*text).to_owned())
                 .ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))
+        }
+
+        fn file_names(&self, _directory: &str) -> io::Result<Vec<String>> {
+            Ok(Vec::new())
         }
 
         fn has_program(&self, name: &str) -> bool {
@@ -323,7 +327,7 @@ mod tests {
         );
         let slurm =
             [("SLURM_JOB_ID", "7"), ("SLURM_JOB_NODELIST", "a,b"), ("SLURM_TASKS_PER_NODE", "2")];
-        assert!(message(&played(&slurm, &[])).contains("has 1 nodes and SLURM_JOB_NODELIST has 2"));
+        assert!(message(&played(&slurm, &[])).contains("has 1 node and SLURM_JOB_NODELIST has 2"));
         let pbs = [("PBS_JOBID", "7"), ("PBS_NODEFILE", "/gone")];
         assert!(message(&played(&pbs, &[])).contains("cannot read /gone (PBS_NODEFILE)"));
         let lsf = [("LSB_JOBID", "7"), ("LSB_MCPU_HOSTS", "a b 2")];

@@ -5,7 +5,7 @@
 
 use std::io;
 
-use farandole_world::{FaultOrigin, TaskId};
+use farandole_world::{FaultOrigin, TaskId, format_counted_noun};
 
 /// Result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -65,7 +65,7 @@ pub enum Error {
         reason: String,
     },
     /// Several hosts cannot be used.
-    #[error("{} hosts cannot be used: {}", .0.len(), .0.join("; "))]
+    #[error("{} cannot be used: {}", format_counted_noun(.0.len() as u64, "host"), .0.join("; "))]
     Hosts(Vec<String>),
     /// The first discovery of an elastic job's hosts failed.
     #[error("{reason}")]

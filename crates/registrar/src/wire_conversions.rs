@@ -119,7 +119,7 @@ fn sort_placements_by_order(
 ) -> Result<Vec<TaskPlacement>, String> {
     if placements.len() != order.len() {
         return Err(format!(
-            "{} tasks have placements, and {} ranks are listed",
+            "placements of tasks: {}, ranks that are listed: {}",
             placements.len(),
             order.len()
         ));

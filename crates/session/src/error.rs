@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use farandole_world::{FaultOrigin, ProcessSetId, Rank};
+use farandole_world::{FaultOrigin, ProcessSetId, Rank, format_counted_noun};
 
 /// Result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -100,7 +100,8 @@ pub enum Error {
     },
     /// The ranks that another launcher started cannot find each other.
     #[error(
-        "{starter} started {size} processes, which cannot find each other: {reason}; {RENDEZVOUS_HELP}"
+        "{starter} started {}, which cannot find each other: {reason}; {RENDEZVOUS_HELP}",
+        format_counted_noun((*.size).into(), "process")
     )]
     NoRendezvous {
         /// The launcher that started them.
@@ -184,7 +185,7 @@ pub enum Error {
     #[error(transparent)]
     Engine(#[from] farandole_engine::Error),
     /// Some ranks did not reach the first barrier.
-    #[error("timed out after {elapsed:.1?} waiting for all {size} ranks to finish init()")]
+    #[error("timed out after {elapsed:.1?} waiting for all {} to finish init()", format_counted_noun(*.size as u64, "rank"))]
     Timeout {
         /// Ranks of the world.
         size: usize,

@@ -33,7 +33,7 @@ pub enum Error {
         most: u64,
     },
     /// A schedule came to a stop: a mistake in this crate.
-    #[error("the simulated schedule stopped with {left} ranks that were not done")]
+    #[error("the simulated schedule stopped before all ranks were done, which are left: {left}")]
     Stuck {
         /// Ranks that were not done.
         left: usize,

@@ -72,6 +72,11 @@ function brief(value) {
   return size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(3) : String(Number(value.toPrecision(5)));
 }
 
+/** A count and its noun: `1 run`, `2 runs`. */
+function countedNoun(count, noun) {
+  return `${count} ${noun}${count === 1 ? "" : "s"}`;
+}
+
 /** Seconds, as `1 h 02 min`. */
 function duration(seconds) {
   if (!Number.isFinite(seconds) || seconds < 0) return "";

@@ -44,7 +44,12 @@ function rowOf(run) {
   if (known && known.text === text && run.state !== "running") return known.row;
   const choice = make("input", { type: "checkbox", "aria-label": "compare this run", change: (event) => choose(run.run, event.target.checked) });
   choice.checked = list.chosen.has(run.run);
-  const cells = COLUMNS.map((column) => make("td", { class: column.number ? "number" : column.name }, column.cell(run)));
+  const cells = COLUMNS.map((column) => {
+    const shown = column.cell(run);
+    // The whole text of a cell that is too narrow for it; with a reason, the row has a title.
+    const title = run.reason ? null : typeof shown === "string" ? shown : shown?.textContent;
+    return make("td", { class: column.number ? "number" : column.name, title }, shown);
+  });
   const fresh = make("tr", { tabindex: "-1", "data-run": run.run, title: run.reason || null, dblclick: () => open(run.run) }, make("td", { class: "choice" }, choice), cells);
   const row = known ? known.row : fresh;
   become(row, fresh);
@@ -69,7 +74,7 @@ function told() {
   const button = document.getElementById("compare");
   button.disabled = count < 2;
   button.textContent = count < 2 ? "Compare" : `Compare ${count}`;
-  document.getElementById("count").textContent = list.shown.length === list.runs.length ? `${list.runs.length} runs` : `${list.shown.length} of ${list.runs.length} runs`;
+  document.getElementById("count").textContent = list.shown.length === list.runs.length ? countedNoun(list.runs.length, "run") : `${list.shown.length} of ${countedNoun(list.runs.length, "run")}`;
 }
 
 function compare() {

@@ -23,9 +23,9 @@ function headline(told) {
   const now = record.now;
   const parts = [
     summary.what, summary.started ? `started ${moment(summary.started)}` : "", duration(lasted(summary)),
-    summary.user ? `by ${summary.user}` : "", summary.size ? `${summary.size} ranks` : "",
-    summary.epochs ? `epoch ${brief(summary.done ?? 0)} of ${brief(summary.epochs)}` : summary.done ? `${summary.done} epochs` : "",
-    summary.restarts ? `${summary.restarts} restarts` : "",
+    summary.user ? `by ${summary.user}` : "", summary.size ? countedNoun(summary.size, "rank") : "",
+    summary.epochs ? `epoch ${brief(summary.done ?? 0)} of ${brief(summary.epochs)}` : summary.done ? countedNoun(summary.done, "epoch") : "",
+    summary.restarts ? countedNoun(summary.restarts, "restart") : "",
     summary.state === "running" && now ? `batch ${words(now.step)} of ${words(now.steps)}, ${brief(now.rows_per_second)} rows/s` : "",
   ];
   return make("p", { id: "headline" }, badge(summary.state), "  ", parts.filter(Boolean).join("  ·  "));
@@ -260,8 +260,8 @@ function differences(title, names, parts) {
 function drawComparison(main, runs) {
   const charts = make("div", {});
   const rest = make("div", { class: "facts" });
-  main.replaceChildren(make("p", {}, make("a", { href: "#/" }, "All runs")), make("h1", {}, `${runs.length} runs`), charts, rest);
-  document.title = `${runs.length} runs`;
+  main.replaceChildren(make("p", {}, make("a", { href: "#/" }, "All runs")), make("h1", {}, countedNoun(runs.length, "run")), charts, rest);
+  document.title = countedNoun(runs.length, "run");
   const panel = new Panel(runs, charts);
   const known = new Map();
   const refresh = async () => {

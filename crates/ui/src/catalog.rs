@@ -87,6 +87,25 @@ impl RunCatalog {
         listing
     }
 
+    /// Returns every run, with its files.
+    ///
+    /// # Errors
+    /// A store that cannot be asked.
+    pub(crate) fn find_all_runs(&self) -> Result<Vec<FoundRun>> {
+        let now = SystemTime::now();
+        let mut runs = Vec::new();
+        for (index, (source, known)) in self.0.iter().enumerate() {
+            let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
+            known.refresh_runs(index, source)?;
+            runs.extend(known.runs.values().map(|run| {
+                let mut found = run.found.clone();
+                found.summary.state = record::run_state_at(&found.summary, now).to_owned();
+                found
+            }));
+        }
+        Ok(runs)
+    }
+
     /// Returns the run of a name such as `0/a`.
     ///
     /// # Errors

@@ -33,6 +33,7 @@ mod curves;
 mod downsampling;
 mod error;
 mod explain;
+mod explained_location;
 mod record;
 mod reply;
 mod series;
@@ -41,5 +42,6 @@ mod source;
 pub mod timeline;
 
 pub use error::{Error, Fault, Result};
-pub use explain::{RunExplanation, explain_run};
+pub use explain::RunExplanation;
+pub use explained_location::{LocationExplanation, RunIdentity, explain_location};
 pub use server::{RunViewer, ViewerSettings};

@@ -4,8 +4,8 @@
 //! The terms of a distributed job: ranks, hosts, slots, topology, generations, process sets, host
 //! hash.
 //!
-//! This crate owns the types that all other crates use for them, and the pure rule that assigns
-//! ranks to registered tasks. It has no I/O, no clock, no environment and no threads.
+//! This crate owns the types that all other crates use for them, the pure rule that assigns ranks
+//! to registered tasks, and how counts are written (`1 rank`, `2 ranks`). It has no I/O, no clock, no environment and no threads.
 //!
 //! ```text
 //! TaskPlacement of each task ── assign_ranks ──> World: a RankPlacement for each task
@@ -21,6 +21,7 @@
 //! - `W-4`: ranks that another launcher has assigned are kept: the task number is the rank.
 
 mod assign_task_ranks;
+mod counted_noun;
 mod fault;
 mod host;
 mod index_newtypes;
@@ -31,6 +32,7 @@ mod topology;
 pub use assign_task_ranks::{
     TaskPlacement, assign_in_task_order, assign_ranks, assign_ranks_as_listed,
 };
+pub use counted_noun::format_counted_noun;
 pub use fault::FaultOrigin;
 pub use host::{HostFacts, HostHash};
 pub use index_newtypes::{CrossRank, Generation, JobId, LocalRank, ProcessSetId, Rank, TaskId};

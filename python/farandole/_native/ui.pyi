@@ -35,6 +35,17 @@ class ViewerServer:
     def close(self) -> None:
         """Ends the server; nothing is answered when this returns."""
 
+def explain_verdict(location: str, /) -> str:
+    """Returns the limit of a run's speed, as the first line of `farandole explain` says it.
+
+    Args:
+        location: Directory of a run, or a store, whose newest run counts.
+
+    Raises:
+        ValueError: There is no record of a run.
+        OSError: The store or the record cannot be read.
+    """
+
 def merge_timelines(inputs: list[str] | list[Path], output: str | Path, /) -> tuple[str, list[str]]:
     """Merges timelines of ranks into one trace.
 

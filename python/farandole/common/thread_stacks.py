@@ -14,6 +14,7 @@ import threading
 import traceback
 
 from farandole._native import timeline
+from farandole.common.counted_noun import format_counted_noun
 
 _MAX_FRAMES_PER_THREAD = 12
 """Innermost frames shown of each thread."""
@@ -50,5 +51,5 @@ def format_thread_stacks() -> str:
             stack = traceback.extract_stack(frame)[-_MAX_FRAMES_PER_THREAD:]
             parts.append(f"Thread {thread.name}:\n{''.join(traceback.format_list(stack))}")
     if len(threads) > _MAX_THREADS:
-        parts.append(f"and {len(threads) - _MAX_THREADS} more threads\n")
+        parts.append(f"and {format_counted_noun(len(threads) - _MAX_THREADS, 'more thread')}\n")
     return "".join(parts)

@@ -16,6 +16,7 @@ import numpy as np
 
 from farandole._native import prepare as native
 from farandole._native import store as native_store
+from farandole.common.counted_noun import format_counted_noun
 from farandole.data.datasets import open_dataset
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def _run_prepare(given: dict[str, list[str]]) -> int:
     state = (
         " (prepared before)"
         if done.reused
-        else f" ({done.resumed} partitions done before)"
+        else f" ({format_counted_noun(done.resumed, 'partition')} done before)"
         if done.resumed
         else ""
     )
@@ -199,7 +200,9 @@ def _run_inspect(given: dict[str, list[str]]) -> int:
     )
     if "files" in summary:
         groups = sum(len(file["groups"]) for file in summary["files"])
-        print(f"{len(summary['files']):,} files, {groups:,} row groups, {summary['bytes']:,} bytes")
+        files = format_counted_noun(len(summary["files"]), "file")
+        row_groups = format_counted_noun(groups, "row group")
+        print(f"{files}, {row_groups}, {summary['bytes']:,} bytes")
     rows: list[tuple[str, ...]] = [("column", "type", "shape", "role", "least", "most")]
     for column in summary["columns"]:
         shape = " x ".join(str(length) for length in column["shape"])
@@ -209,7 +212,8 @@ def _run_inspect(given: dict[str, list[str]]) -> int:
     if "verify" in given:
         for problem in problems:
             print(problem)
-        print(f"verified {summary['verified']['files']:,} files: {len(problems)} damaged")
+        files = format_counted_noun(summary["verified"]["files"], "file")
+        print(f"verified {files}: {len(problems)} damaged")
     return 1 if problems else 0
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from farandole._native import engine
+from farandole.common.counted_noun import format_counted_noun
 from farandole.common.handles import member_ranks, process_set_number
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.numpy._arrays import (
@@ -321,7 +322,8 @@ def _rows_per_member(rows: int, splits: ArrayLike | None, members: int) -> list[
     if array.size == 0:
         if rows % members:
             raise ValueError(
-                f"without splits, rows must divide evenly among {members} ranks: {rows}"
+                "without splits, rows must divide evenly among "
+                f"{format_counted_noun(members, 'rank')}: {rows}"
             )
         return [rows // members] * members
     counts = [operator.index(entry) for entry in array.tolist()]

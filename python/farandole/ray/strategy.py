@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
+from farandole.common.counted_noun import format_counted_noun
 from farandole.ray.utils import import_ray, map_blocking
 from farandole.ray.worker import BaseHorovodWorker
 from farandole.runner.job_slot_queue import MAX_SLOT_WAIT
@@ -125,7 +126,8 @@ def _wait_for_placement_group(
         if now >= next_report_at:
             next_report_at = now + _WAIT_REPORT_INTERVAL
             report_wait(
-                f"{held} other jobs of this process hold resources, free are "
+                "resources are held by "
+                f"{format_counted_noun(held, 'other job')} of this process, free are "
                 f"{ray.available_resources()}"
             )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from farandole.common.counted_noun import format_counted_noun
 from farandole.runner import report_validation, timelines
 from farandole.runner.job_observer import EVENT_KIND, RANK_KIND
 from farandole.stores import run_keys
@@ -78,7 +79,9 @@ class EventHandler:
         """Writes a line of a worker."""
         if event.dropped:
             self.output.print_message(
-                f"{event.dropped} lines of workers were dropped: the driver could not keep up"
+                "dropped "
+                f"{format_counted_noun(event.dropped, 'line')} of workers: the driver could not "
+                "keep up"
             )
         self.output.write_line(event.rank, event.stream, event.text or "")
         if event.rank is not None:

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from farandole.common import scratch_directories
+from farandole.common.counted_noun import format_counted_noun
 from farandole.common.resource_limits import usable_cores
 from farandole.runner import worker
 from farandole.runner.warm_workers import process_start_ticks
@@ -306,7 +307,9 @@ def _fork_obstacle() -> str | None:
     that forks.
     """
     threads = len(list(Path("/proc/self/task").iterdir()))
-    return None if threads == 1 else f"the imports left {threads - 1} threads"
+    return (
+        None if threads == 1 else f"the imports left {format_counted_noun(threads - 1, 'thread')}"
+    )
 
 
 def _imported_files() -> dict[str, int | None]:

@@ -14,6 +14,8 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
+from farandole.common.counted_noun import format_counted_noun
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -126,7 +128,8 @@ class SlotQueue:
 
     def _wait_message(self, job: object, number: int) -> str:
         return (
-            f"a job of {number} processes waits for slots: {len(self._jobs)} jobs hold "
-            f"{sum(self._jobs.values())} of {self._total()}, {self._queue.index(job)} jobs are "
-            "ahead in the queue"
+            f"a job of {format_counted_noun(number, 'process')} waits for slots: "
+            f"{sum(self._jobs.values())} of {self._total()} are held by "
+            f"{format_counted_noun(len(self._jobs), 'job')}, "
+            f"{format_counted_noun(self._queue.index(job), 'job')} ahead in the queue"
         )

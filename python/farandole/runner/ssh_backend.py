@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from farandole.common.counted_noun import format_counted_noun
 from farandole.runner.agent import worker_environment_changes
 from farandole.runner.backend import LocalBackend
 from farandole.runner.errors import FarandoleJobError
@@ -180,7 +181,9 @@ class RemoteHostAgents(GangAgents):
             hosts = [host for host, *_ in self._remote_hosts if host in self._unusable]
             reasons = "; ".join(self._unusable[host] for host in hosts)
             raise FarandoleJobError(
-                reasons if len(hosts) == 1 else f"{len(hosts)} hosts cannot be used: {reasons}",
+                reasons
+                if len(hosts) == 1
+                else f"{format_counted_noun(len(hosts), 'host')} cannot be used: {reasons}",
                 host=hosts[0],
             )
         endings = {outcome.task: outcome for outcome in self._local.task_outcomes()} | self._endings

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from farandole import _variables as variables
 from farandole._native.settings import read_setting
+from farandole.common.counted_noun import format_counted_noun
 from farandole.runner import load_reports
 from farandole.runner.agent import RESOURCES_VARIABLE
 from farandole.runner.job_observer import RANK_KIND, REPORTS_VARIABLE
@@ -94,7 +95,9 @@ def choose_gpu(
         )
     else:
         reason = f"local rank {local_rank}" + ("" if addresses else ", Spark assigned none")
-    shared = f", {local_size} ranks share {count}" if local_size > count else ""
+    shared = (
+        f", {format_counted_noun(local_size, 'rank')} share {count}" if local_size > count else ""
+    )
     return GpuChoice(local_rank % count, f"{reason}{shared}")
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 import farandole.numpy as hvd
+from farandole.common.counted_noun import format_counted_noun
 from farandole.common.exceptions import FarandoleInternalError, FarandoleUsageError
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.util import op_of_engine_number
@@ -309,7 +310,9 @@ def farandole_alltoall(
         if not len(sent):
             size = chosen.size() or 1
             if not array.ndim or len(array) % size:
-                raise ValueError(f"rows must divide by the {size} ranks: {array.shape}")
+                raise ValueError(
+                    f"rows must divide by the {format_counted_noun(size, 'rank')}: {array.shape}"
+                )
             sent = np.full(size, len(array) // size, np.int32)
         output, received = hvd.alltoall(array, sent, name=tensor_name or None, process_set=chosen)
         return [output, np.asarray(received, np.int32)]

@@ -29,7 +29,9 @@ def check_num_rank_power_of_2(num_rank: int) -> bool:
         Whether it is one.
     """
     if not num_rank_is_power_2(num_rank):
-        warnings.warn(f"{num_rank} ranks are not a power of two; Adasum works anyway", stacklevel=2)
+        warnings.warn(
+            f"the number of ranks is no power of two: {num_rank}; Adasum works anyway", stacklevel=2
+        )
         return False
     return True
 

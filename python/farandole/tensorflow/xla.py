@@ -28,6 +28,7 @@ from tensorflow.python.ops import control_flow_util
 
 from farandole import _variables as variables
 from farandole._native.settings import read_setting
+from farandole.common.counted_noun import format_counted_noun
 from farandole.tensorflow import _gradients, _native_ops
 from farandole.tensorflow._names import ONE_BITS, unique_operation_name
 
@@ -431,7 +432,10 @@ def farandole_grouped_reducescatter(
     def scattered_shape(shape: tf.TensorShape) -> tf.TensorShape:
         rows = _row_count(shape)
         if rows % size:
-            raise ValueError(f"in a compiled function rows must divide by the {size} ranks: {rows}")
+            raise ValueError(
+                "in a compiled function rows must divide by the "
+                f"{format_counted_noun(size, 'rank')}: {rows}"
+            )
         return _with_row_count(shape, rows // size)
 
     attributes = {

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from farandole._native import engine
+from farandole.common.counted_noun import format_counted_noun
 from farandole.common.exceptions import FarandoleUsageError
 from farandole.common.handles import member_ranks, process_set_number
 from farandole.common.process_sets import ProcessSet, global_process_set
@@ -55,7 +56,8 @@ def _rows_for_each_member(
     if splits is None or len(splits) == 0:
         if rows % members:
             raise FarandoleUsageError(
-                f"without splits, rows must divide evenly among {members} ranks: {rows}"
+                "without splits, rows must divide evenly among "
+                f"{format_counted_noun(members, 'rank')}: {rows}"
             )
         return [rows // members] * members
     if len(splits) != members:

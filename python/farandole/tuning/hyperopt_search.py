@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
+from farandole.common.counted_noun import format_counted_noun
 from farandole.runner.backend import Backend, LocalBackend
 from farandole.runner.foreign_backend import adapt_backend
 
@@ -65,7 +66,10 @@ def fmin(
     size = where.num_processes()
     slots = size if slots is None else slots
     if slots < size:
-        raise ValueError(f"a trial has {size} processes, so slots must be at least that: {slots}")
+        raise ValueError(
+            "a trial has "
+            f"{format_counted_noun(size, 'process')}, so slots must be at least that: {slots}"
+        )
     points = _HyperoptTrials(hyperopt, space, algo, trials, rstate)
     until = float("inf") if timeout is None else time.monotonic() + timeout
     given_up = threading.Event()

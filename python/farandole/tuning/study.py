@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from farandole.common.counted_noun import format_counted_noun
 from farandole.runner.backend import Backend, LocalBackend
 from farandole.runner.foreign_backend import adapt_backend
 from farandole.runner.job_slot_queue import SlotQueue
@@ -66,7 +67,10 @@ def optimize(
     size = where.num_processes()
     slots = size if slots is None else slots
     if slots < size:
-        raise ValueError(f"a trial has {size} processes, so slots must be at least that: {slots}")
+        raise ValueError(
+            "a trial has "
+            f"{format_counted_noun(size, 'process')}, so slots must be at least that: {slots}"
+        )
     done = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
     trials_left = n_trials - len(study.get_trials(deepcopy=False, states=done))
     if trials_left <= 0:

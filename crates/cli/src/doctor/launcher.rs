@@ -6,6 +6,7 @@
 
 use farandole::launcher::HostSlots;
 use farandole::launcher::allocation::{BatchAllocation, LaunchEnvironment, detect_allocation};
+use farandole::world::format_counted_noun;
 
 use super::page::DoctorPage;
 
@@ -70,6 +71,9 @@ fn add_batch_allocation(
     );
     page.add_line("hosts", &format_host_list(&found.hosts));
     page.add_line("reached by", &remote_launch_program(here, found));
+    if let Some(reason) = &found.refusal {
+        page.problems.push(reason.clone());
+    }
     // A job of one host needs no ssh.
     if found.shell.is_none() && hosts > 1 && !ssh {
         page.problems.push(format!(
@@ -99,10 +103,6 @@ fn remote_launch_program(here: &dyn LaunchEnvironment, found: &BatchAllocation) 
         }
     };
     program.to_owned()
-}
-
-fn format_counted_noun(number: u64, what: &str) -> String {
-    format!("{number} {what}{}", if number == 1 { "" } else { "s" })
 }
 
 fn format_host_list(hosts: &[HostSlots]) -> String {
@@ -156,6 +156,10 @@ mod tests {
                 "/nodes" => Ok("a\na\nb\n".to_owned()),
                 _ => Err(io::ErrorKind::NotFound.into()),
             }
+        }
+
+        fn file_names(&self, _directory: &str) -> io::Result<Vec<String>> {
+            Ok(Vec::new())
         }
 
         fn has_program(&self, name: &str) -> bool {
@@ -214,6 +218,21 @@ mod tests {
             without.problems
         );
         assert_eq!(page(&pbs, &["ssh"]).problems, Vec::<String>::new());
+    }
+
+    #[test]
+    fn a_host_that_must_not_launch_is_a_problem() {
+        let mut sky = vec![("SKYPILOT_NODE_IPS", "a\nb"), ("SKYPILOT_NODE_RANK", "0")];
+        let first = page(&sky, &["ssh"]);
+        assert!(
+            first.text.contains("launcher        SkyPilot: 2 hosts with 2 slots\n"),
+            "{}",
+            first.text
+        );
+        assert_eq!(first.problems, Vec::<String>::new());
+        sky[1].1 = "1";
+        let problems = page(&sky, &["ssh"]).problems;
+        assert!(problems[0].contains("SKYPILOT_NODE_RANK"), "{problems:?}");
     }
 
     #[test]

@@ -19,7 +19,7 @@ use clap::{Arg, ArgMatches, Command};
 use farandole::launcher::elastic::{ElasticJob, ElasticJobUpdate};
 use farandole::launcher::{JobReport, StaticJob, WorkerProgram};
 use farandole::telemetry::RecordSink;
-use farandole::world::World;
+use farandole::world::{World, format_counted_noun};
 
 use self::job_viewer::OptionalJobViewer;
 use self::options::{JobPlacement, RunOptions};
@@ -152,7 +152,11 @@ fn run_static_job(
         let system = allocation
             .as_ref()
             .map_or_else(String::new, |given| format!(", as {} says", given.system));
-        say(&format!("starting {num_proc} processes of {}{system}", options.command.join(" ")));
+        say(&format!(
+            "starting {} of {}{system}",
+            format_counted_noun((*num_proc).into(), "process"),
+            options.command.join(" ")
+        ));
     }
     let assigned = |world: &World| {
         let host = |task| {
@@ -185,9 +189,10 @@ fn run_elastic_job(
     let verbose = options.verbose;
     let before = RefCell::new(HashSet::new());
     let observer = |happening: ElasticJobUpdate<'_>| match happening {
-        ElasticJobUpdate::Resumed { workers } => {
-            say(&format!("continues a job that has {workers} processes"))
-        }
+        ElasticJobUpdate::Resumed { workers } => say(&format!(
+            "continues a job that has {}",
+            format_counted_noun(workers as u64, "process")
+        )),
         ElasticJobUpdate::Loss(what) => {
             say(what);
             if let Some(watch) = watching.viewer() {
@@ -221,7 +226,11 @@ fn run_elastic_job(
 /// Describes a new world for the user. If all its workers are new, state that was only in workers
 /// is lost.
 fn describe_world(world: &World, before: &HashSet<u32>) -> String {
-    let summary = format!("world {} has {} ranks", world.generation, world.size());
+    let summary = format!(
+        "world {} has {}",
+        world.generation,
+        format_counted_noun(world.size() as u64, "rank")
+    );
     if before.is_empty() || world.seats.iter().any(|seat| before.contains(&seat.task.0)) {
         summary
     } else {

@@ -235,6 +235,9 @@ impl RunOptions {
             });
         }
         let given = given.filter(|_| named.is_none());
+        if let Some(given) = &given {
+            given.check_launch_host()?;
+        }
         let is_named = named.is_some();
         let hosts =
             named.or_else(|| given.as_ref().map(|given| given.hosts.clone())).unwrap_or_default();

@@ -79,6 +79,7 @@ mod tests {
             hosts: vec![HostSlots::new("b", 2)],
             shell: None,
             file: None,
+            refusal: None,
         };
         let pods = BatchAllocation { system: "MPIJob", file: path.clone(), ..batch.clone() };
         let script = [("host_discovery_script", "echo s"), ("slots_per_host", "4")];

@@ -7,7 +7,9 @@ use std::cmp::Ordering;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use farandole_world::{Generation, TaskId, TaskPlacement, assign_ranks_as_listed};
+use farandole_world::{
+    Generation, TaskId, TaskPlacement, assign_ranks_as_listed, format_counted_noun,
+};
 
 use super::world::{CurrentWorld, LossCause};
 use super::{
@@ -163,9 +165,10 @@ impl ElasticMembership {
             .as_ref()
             .map_or_else(String::new, |loss| format!("; the last loss: {loss}"));
         let reason = format!(
-            "timed out after {:.1?} waiting for a world of at least {min_workers} workers: {ready} \
-             ready, slots now: {}{last}",
+            "timed out after {:.1?} waiting for a world of at least {}: {ready} ready, slots now: \
+             {}{last}",
             self.rules.timeout,
+            format_counted_noun(min_workers.into(), "worker"),
             self.hosts.describe_slots(now),
         );
         self.abort_job(reason, None, decisions);

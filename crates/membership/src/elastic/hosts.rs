@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
-use farandole_world::TaskId;
+use farandole_world::{TaskId, format_counted_noun};
 use serde::{Deserialize, Serialize};
 
 /// Multiple of the longest cooldown after which a host without further failures has its earlier
@@ -127,7 +127,12 @@ impl ElasticHosts {
                 continue;
             }
             let reason = match self.all.iter().find(|host| host.name == *name) {
-                Some(host) if host.listed => format!("host {name} has {} slots now", host.slots),
+                Some(host) if host.listed => {
+                    format!(
+                        "host {name} has {} now",
+                        format_counted_noun(host.slots.into(), "slot")
+                    )
+                }
                 _ => format!("host {name} was removed"),
             };
             surplus.insert(*task, reason);

@@ -202,8 +202,7 @@ fn batch_script_warning(lookup: VariableLookup<'_>) -> Option<String> {
     let stepless = lookup(SLURM_STEP_VARIABLE).is_none();
     (several && stepless).then(|| {
         format!(
-            "this process is a world of one, though Slurm's job has {tasks} tasks (SLURM_NTASKS) \
-             and no step started it: start it as srun python ..."
+            "this process is a world of one, though Slurm's job has SLURM_NTASKS={tasks} and no step started it: start it as srun python ..."
         )
     })
 }

@@ -5,13 +5,11 @@
 
 use std::collections::BTreeSet;
 
-use farandole_store::Store;
+use farandole_world::format_counted_noun;
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-use crate::error::{Error, Result};
-use crate::record;
-use crate::source::{RECORD_FILE, RunFiles, RunSource};
+use crate::source::RunFiles;
 
 /// A rank is a straggler, or its data is slow, if it takes this many times the median.
 const STRAGGLER_RATIO: f64 = 1.3;
@@ -74,22 +72,6 @@ impl RankStepTimes {
     fn own_work_seconds(&self) -> Option<f64> {
         Some(self.step - self.data? - self.reduce?)
     }
-}
-
-/// Explains the run in the directory `url`, such as `/data/store/runs/mine`.
-///
-/// # Errors
-/// [`Error::Missing`] if there is no record of a run; a store that cannot be read.
-pub fn explain_run(url: &str) -> Result<RunExplanation> {
-    let directory = Store::open(url)?;
-    let files = RunSource::list_runs(&directory)?
-        // The directory itself is the run, so its name below is empty.
-        .remove("")
-        .filter(|files| files.contains_key(RECORD_FILE));
-    let files =
-        files.ok_or_else(|| Error::Missing { what: directory.display_path(RECORD_FILE) })?;
-    let record = record::read_record(&directory, &files)?;
-    Ok(explain_record(&record, &files))
 }
 
 /// Explains the run of a record, in whose directory these files are.
@@ -258,7 +240,11 @@ fn explain_by_largest_step_part(
     ranks: &[RankStepTimes],
 ) -> RunExplanation {
     let step = mean_over_ranks(ranks, |rank| Some(rank.step)).unwrap_or_default();
-    let takes = format!("a step takes {:.1} ms on average over {} ranks", step * 1e3, ranks.len());
+    let takes = format!(
+        "a step takes {:.1} ms on average over {}",
+        step * 1e3,
+        format_counted_noun(ranks.len() as u64, "rank")
+    );
     let share = |of: fn(&RankStepTimes) -> Option<f64>| {
         mean_over_ranks(ranks, of).map(|seconds| seconds / step)
     };
@@ -366,9 +352,9 @@ fn explain_by_gradients(
     (hosts.len() > 1 && speed < SLOW_LINK_BYTES_PER_SECOND).then(|| RunExplanation {
         verdict: format!(
             "slow link: {share} of a step waits for the reduction of {:.1} MB of gradients, which \
-             {} hosts exchange at no more than {:.1} MB/s",
+             {} exchange at no more than {:.1} MB/s",
             bytes / 1e6,
-            hosts.len(),
+            format_counted_noun(hosts.len() as u64, "host"),
             speed / 1e6
         ),
         why: why.to_owned(),

@@ -108,15 +108,6 @@ fn a_failed_run_and_one_without_times_say_so() {
 }
 
 #[test]
-fn a_run_is_read_from_its_directory() {
-    let folder = tempfile::tempdir().unwrap();
-    let url = folder.path().to_string_lossy().into_owned();
-    assert!(matches!(explain_run(&url), Err(Error::Missing { .. })));
-    std::fs::write(folder.path().join(RECORD_FILE), r#"{"state": "ended"}"#).unwrap();
-    assert!(explain_run(&url).unwrap().verdict.starts_with("unknown"));
-}
-
-#[test]
 fn a_share_that_is_not_measured_is_no_zero() {
     let ranks = |data: f64| {
         json!({"ranks": [

@@ -113,7 +113,7 @@ impl RankTrace {
         if size > MAX_RANKS {
             return Err(timeline_error(
                 path,
-                format!("it is of a job with {size} ranks; {MAX_RANKS} is the most"),
+                format!("it is of a job of size {size}; {MAX_RANKS} is the most"),
             ));
         }
         if size > 0 && rank >= size {

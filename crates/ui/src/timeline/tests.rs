@@ -360,7 +360,7 @@ fn numbers_that_no_timeline_has_are_refused() {
     let start = format!("micros\":{}", EPOCH - 15_000 + AHEAD);
     let far = i64::MAX - 10;
     let ts = format!("\"ts\":{}", EPOCH + asks(3, 0) - (EPOCH - 15_000));
-    refuses("\"size\":4", "\"size\":1048577", "1048577 ranks");
+    refuses("\"size\":4", "\"size\":1048577", "of size 1048577");
     refuses("\"rank\":3", "\"rank\":4", "rank 4 of 4");
     refuses(&start, &format!("micros\":{far}"), "begins at");
     refuses(&start, &format!("micros\":{}", i64::MIN), "begins at");

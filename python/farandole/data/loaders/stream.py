@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from farandole.common.argument_checks import check_whole_number
+from farandole.common.counted_noun import format_counted_noun
 from farandole.data.arrays import make_result_converter
 from farandole.data.batch_transform import (
     ResultShapeRecord,
@@ -278,7 +279,8 @@ def _source_reader(
             f"the source, {kind.__module__}.{kind.__qualname__}, may return its rows in a "
             "different "
             "order on each of the "
-            f"{size} ranks, so some rows would be lost and others repeated: use frame_loader, or "
+            f"{format_counted_noun(size, 'rank')}, so some rows would be lost and others "
+            "repeated: use frame_loader, or "
             "a "
             "function that returns "
             "the same rows each time"

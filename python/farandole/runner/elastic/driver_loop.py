@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from farandole.common.counted_noun import format_counted_noun
 from farandole.common.exceptions import FarandoleInternalError
 from farandole.runner.errors import FarandoleJobError
 from farandole.runner.event_handler import EventHandler
@@ -229,10 +230,14 @@ class _ElasticJobRun(EventHandler):
     def handle_assigned(self, _event: Event) -> None:
         self.worlds += 1
         seats = self.registrar.rank_assignment() or []
-        self.output.print_message(f"world {self.worlds} has {len(seats)} ranks")
+        self.output.print_message(
+            f"world {self.worlds} has {format_counted_noun(len(seats), 'rank')}"
+        )
         self.show_placements(seats, "worker")
         if self.worlds > 1:
-            self.watcher.record_restart(f"world {self.worlds} has {len(seats)} ranks")
+            self.watcher.record_restart(
+                f"world {self.worlds} has {format_counted_noun(len(seats), 'rank')}"
+            )
 
     def handle_log(self, event: Event) -> None:
         if self.output.streams_worker_lines:

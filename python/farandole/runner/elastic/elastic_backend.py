@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from farandole.common.counted_noun import format_counted_noun
 from farandole.common.resource_limits import usable_cores
 from farandole.runner import event_handler, timelines, worker_task_outcome
 from farandole.runner.agent import worker_environment_changes
@@ -294,7 +295,7 @@ def _describe_new_world(generation: int, workers: set[int], before: set[int]) ->
         workers: Workers of the world.
         before: Workers of the world before; empty when unknown.
     """
-    description = f"world {generation} has {len(workers)} ranks"
+    description = f"world {generation} has {format_counted_noun(len(workers), 'rank')}"
     if not before or workers & before:
         return description
     return f"{description}, all of them new: state that the script has not stored is lost"

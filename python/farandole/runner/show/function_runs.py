@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from farandole._native import store as native
+from farandole.common.counted_noun import format_counted_noun
 from farandole.runner import timelines
 from farandole.runner.errors import FarandoleJobError
 from farandole.runner.event_handler import dispatch_worker_record
@@ -158,7 +159,9 @@ class JobRunReporter:
             [{"rank": rank, "task": task, "host": host} for rank, (task, host) in enumerate(places)]
         )
         if generation > 1:
-            self._training.record_restart(f"world {generation} has {len(places)} ranks")
+            self._training.record_restart(
+                f"world {generation} has {format_counted_noun(len(places), 'rank')}"
+            )
 
     def metric(self, task: int, rank: int | None, kind: str, data: bytes) -> None:
         """Takes a record of a worker.

@@ -57,6 +57,7 @@ from farandole.spark.common.runs.fingerprint import (
     parameter_parts,
 )
 from farandole.spark.common.runs.finite_loss import NotFiniteError
+from farandole.spark.common.runs.rank_metrics import log_rank_metrics, run_verdict
 from farandole.spark.common.runs.run_fingerprint_check import (
     check_or_store_fingerprint,
     hold_run_lease,
@@ -353,6 +354,8 @@ class FarandoleEstimator(ClassificationParams, EstimatorHooks, Estimator[Any]):
             create_trackers(self, job, prepared, plan.fingerprint) as tracker,
         ):
             trained = self._run_job_with_retries(fit, plan.train, job, tracker)[0]
+            if (verdict := run_verdict(job)) is not None:
+                tracker.log_verdict(verdict)
             model = plan.load_result(trained)
             tracker.log_model(model, self._flavor, plan.create_example(model))
         fitted = self.get_model_class()(
@@ -471,6 +474,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorHooks, Estimator[Any]):
 
         left = self.getMaxRestarts() if self.getOnFailure() == "restart" else 0
         with (
+            log_rank_metrics(tracker) as rank_metrics,
             keep_run_journal(self, job) as journal,
             report_run(
                 SparkPlugin.from_active_context(),
@@ -479,6 +483,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorHooks, Estimator[Any]):
                 loggable_parameters(self),
                 journal,
                 shown.rank_reporter(),
+                rank_metrics,
             ) as run,
             contextlib.closing(StopRequest(job.store)) as request,
             shown.offer_stop(request) as stop,

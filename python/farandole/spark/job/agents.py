@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+from farandole.common.counted_noun import format_counted_noun
 from farandole.runner.errors import FarandoleJobError
 from farandole.runner.gang import GangAgents
 from farandole.runner.worker_task_outcome import TaskOutcome
@@ -126,7 +127,9 @@ class SparkAgents(GangAgents):
 
     def _run_job(self) -> None:
         try:
-            self._cluster.tag_jobs(self.tag, f"farandole: {self._size} processes")
+            self._cluster.tag_jobs(
+                self.tag, f"farandole: {format_counted_noun(self._size, 'process')}"
+            )
             with (
                 self._cluster.watch_running_tasks(self._note_tasks_running)
                 if self._rendezvous is not None
@@ -155,8 +158,9 @@ class SparkAgents(GangAgents):
                     raise
                 self._running = False
                 has = self._cluster.slot_count()
-                self._short_of = f"the job needs {self._size} task slots at once" + (
-                    f", Spark has {has}" if has else ""
+                self._short_of = (
+                    f"the job needs {format_counted_noun(self._size, 'task slot')} at once"
+                    + (f", Spark has {has}" if has else "")
                 )
                 self._output.print_message(f"{self._short_of}; trying again")
                 # The thread that waits for the gang watches the deadline and cancels.

@@ -14,6 +14,7 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from farandole.common.counted_noun import format_counted_noun
 from farandole.spark.job.resource_profiles import supports_plan_resource_profiles
 
 if TYPE_CHECKING:
@@ -224,7 +225,8 @@ class SparkSessionAdapter:
         slots = self.slot_count() if self.is_local else None
         if slots is not None and slots < size:
             raise ValueError(
-                f"num_proc={size} needs {size} task slots at the same time, but this Spark "
+                f"num_proc={size} needs "
+                f"{format_counted_noun(size, 'task slot')} at the same time, but this Spark "
                 f"application has {slots} (master {self.master_url}, "
                 f"spark.task.cpus={self.get_setting('spark.task.cpus', '1')}): start Spark with "
                 f"master "
@@ -243,7 +245,8 @@ class SparkSessionAdapter:
                 f"{key}={self.get_setting(key, default)}" for key, default in _SLOT_SETTINGS
             )
             raise ValueError(
-                f"num_proc={size} needs {size} task slots at the same time, but dynamic "
+                f"num_proc={size} needs {format_counted_noun(size, 'task slot')} at the same "
+                "time, but dynamic "
                 f"allocation gives at most {max_slots}: {settings}"
             )
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from farandole._native import prepare as native
+from farandole.common.counted_noun import format_counted_noun
 from farandole.data.columns import normalize_row_shape
 from farandole.spark.common.data.training_data import EXAMPLE_ROWS
 from farandole.spark.common.runs.tracking import ModelExample
@@ -131,7 +132,8 @@ def check_batch_norms(
             raise ValueError(
                 f"the batch norm layer {norms[layer]!r} needs two rows in a step, and the last "
                 f"step of an epoch has one: there are {job.data.train_rows} rows, and a step of "
-                f"{processes} processes has {step_rows}. Use another batch_size, or leave a row out"
+                f"{format_counted_noun(processes, 'process')} has {step_rows}. Use another "
+                "batch_size, or leave a row out"
             )
 
 

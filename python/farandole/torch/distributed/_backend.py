@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from farandole._native import engine
 from farandole.common import basics
+from farandole.common.counted_noun import format_counted_noun
 from farandole.torch._handles import ENGINE_DTYPES
 from farandole.torch.distributed._barriers import (
     BarrierMarkScope,
@@ -259,7 +260,10 @@ class FarandoleBackend(ReductionOperations):
         rows = tensor.shape[0] if tensor.dim() else 1
         if not splits:
             if rows % self._size:
-                raise ValueError(f"{rows} rows cannot be dealt out to {self._size} ranks evenly")
+                raise ValueError(
+                    f"{rows} rows cannot be dealt out to "
+                    f"{format_counted_noun(self._size, 'rank')} evenly"
+                )
             splits = [rows // self._size] * self._size
         if sum(splits) != rows or len(splits) != self._size:
             raise ValueError(

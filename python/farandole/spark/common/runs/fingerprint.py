@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from farandole._native import prepare as native
 from farandole._native.store import Store as NativeStore
+from farandole.common.counted_noun import format_counted_noun
 from farandole.spark.common.runs.digests import brief_description, value_digest
 from farandole.stores import small_files
 
@@ -184,7 +185,7 @@ class Fingerprint:
             totals: digests of the values of all processes together, by name of the part.
             processes: of the fit.
         """
-        where = "" if processes == 1 else f" on {processes} processes"
+        where = "" if processes == 1 else f" on {format_counted_noun(processes, 'process')}"
         parts = (
             replace(one, together=totals[one.name], description=f"{one.description}{where}")
             if one.name in totals

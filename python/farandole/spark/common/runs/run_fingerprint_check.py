@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Final
 
 from farandole._native.store import Store
+from farandole.common.counted_noun import format_counted_noun
 from farandole.spark.common.runs.fingerprint import Fingerprint
 from farandole.stores import durable_writes, small_files
 from farandole.stores.lease_files import LeaseFile
@@ -178,7 +179,8 @@ def _warn_of_trained_epochs(remote: RemoteStore, run_id: str, epochs: int) -> No
     done = 0 if history is None else history.count(b"\n")
     if done > epochs:
         warnings.warn(
-            f"run {run_id!r} has trained {done} epochs already, more than epochs={epochs}: "
+            f"run {run_id!r} has trained "
+            f"{format_counted_noun(done, 'epoch')} already, more than epochs={epochs}: "
             f"nothing is trained, the model is the one of {done} epochs",
             stacklevel=2,
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import time
 from abc import abstractmethod
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 
 _MAX_MLFLOW_VALUE_CHARACTERS = 500
 """Characters that MLflow takes of a parameter."""
+_MAX_MLFLOW_BATCH = 1000
+"""Metrics that MLflow takes in one call."""
+MLFLOW_VERDICT_TAG = "farandole.verdict"
+"""Tag of the limit of the run's speed."""
 _log = logging.getLogger("farandole")
 
 
@@ -70,6 +75,26 @@ class Tracker(AbstractContextManager["Tracker"]):
             example: some rows, if the model has one input.
         """
 
+    def log_ranks(self, metrics: dict[str, float], sample: int) -> None:
+        """Takes the load of hosts and the times of ranks, on any thread.
+
+        Args:
+            metrics: numbers by name.
+            sample: number of the sample, from 0.
+        """
+
+    def log_verdict(self, verdict: str) -> None:
+        """Takes the limit of the run's speed.
+
+        Args:
+            verdict: of `farandole explain`.
+        """
+
+    @property
+    def takes_ranks(self) -> bool:
+        """Whether `log_ranks` logs anything. Otherwise, ranks need not report their load."""
+        return False
+
     def __exit__(self, kind: type[BaseException] | None, /, *_: object) -> None:
         """Ends the log; a failed run is marked as such."""
 
@@ -109,6 +134,23 @@ class TrackerGroup(Tracker):
         for one in self._trackers:
             with self._warn_of_failure(one, "the model"):
                 one.log_model(model, flavor, example)
+
+    def log_ranks(self, metrics: dict[str, float], sample: int) -> None:
+        """Like `Tracker.log_ranks`."""
+        for one in self._trackers:
+            with self._warn_of_failure(one, "metrics of ranks"):
+                one.log_ranks(metrics, sample)
+
+    def log_verdict(self, verdict: str) -> None:
+        """Like `Tracker.log_verdict`."""
+        for one in self._trackers:
+            with self._warn_of_failure(one, "the verdict"):
+                one.log_verdict(verdict)
+
+    @property
+    def takes_ranks(self) -> bool:
+        """Like `Tracker.takes_ranks`."""
+        return any(one.takes_ranks for one in self._trackers)
 
     def __exit__(self, *failure: Any) -> None:  # noqa: PYI036 - handed on
         """Like `Tracker.__exit__`."""
@@ -250,6 +292,26 @@ class MlflowTracker(_ServiceTracker):
             {name: str(value)[:_MAX_MLFLOW_VALUE_CHARACTERS] for name, value in parameters.items()},
         )
         self._data = dict(data or {})
+        self._active = ""
+
+    @property
+    def takes_ranks(self) -> bool:
+        """Like `Tracker.takes_ranks`."""
+        return True
+
+    def log_ranks(self, metrics: dict[str, float], sample: int) -> None:
+        """Like `Tracker.log_ranks`."""
+        from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
+
+        # The active run is known on the thread of the fit only, so the run is named here.
+        client, now = self._library.MlflowClient(), int(time.time() * 1000)
+        batch = [Metric(name, value, now, sample) for name, value in metrics.items()]
+        for start in range(0, len(batch), _MAX_MLFLOW_BATCH):
+            client.log_batch(self._active, metrics=batch[start : start + _MAX_MLFLOW_BATCH])
+
+    def log_verdict(self, verdict: str) -> None:
+        """Like `Tracker.log_verdict`."""
+        self._library.set_tag(MLFLOW_VERDICT_TAG, verdict)
 
     def _has_active_run(self) -> bool:
         return self._library.active_run() is not None
@@ -258,6 +320,7 @@ class MlflowTracker(_ServiceTracker):
         self._library.start_run(run_name=self._name, **self._system_metrics_options())
 
     def _log_parameters(self) -> None:
+        self._active = self._library.active_run().info.run_id
         self._library.log_params(self._parameters)
         for context, data in self._data.items():
             self._log_dataset(context, data)

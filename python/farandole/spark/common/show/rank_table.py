@@ -13,6 +13,7 @@ import statistics
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
+from farandole.common.counted_noun import format_counted_noun
 from farandole.runner.show.run_reporter import RunReportReceiver
 
 if TYPE_CHECKING:
@@ -103,7 +104,11 @@ def render_rank_table(ranks: Sequence[Mapping[str, Any]]) -> str:
             )
         )
     counts = ", ".join(f"{others[name]} {name}" for name in _STATE_ORDER if others[name])
-    more = f"<div>{sum(others.values())} more ranks: {counts}</div>" if others else ""
+    more = (
+        f"<div>{format_counted_noun(sum(others.values()), 'more rank')}: {counts}</div>"
+        if others
+        else ""
+    )
     return (
         '<table class="farandole-ranks" '
         f'style="border-collapse:collapse">{"".join(lines)}</table>{more}'

@@ -159,12 +159,17 @@ function timeline(run, id) {
   return to;
 }
 
+// A count and its noun: `1 epoch`, `2 epochs`.
+function countedNoun(count, noun) {
+  return `${count} ${noun}${count === 1 ? "" : "s"}`;
+}
+
 function place(rows) {
   const step = rows.get("step");
   const epochs = named(rows, "epoch/");
   const run = rows.get("run") || {};
   if (step && run.state === "running") return `epoch ${step.epoch + 1} of ${step.epochs}, step ${step.step} of ${step.steps}`;
-  return epochs.length ? `${epochs.length} epochs` : "";
+  return epochs.length ? countedNoun(epochs.length, "epoch") : "";
 }
 
 // The run that the address names, else the latest.
