@@ -5,7 +5,7 @@
 The wheel names it as an entry point of the group `torch.backends`, which torch's autoload reads.
 Without the variable, it does nothing. With it, `farandole.torch.distributed` is still imported only
 when the program makes its first process group, because torch may be imported by a module of
-`farandole.torch` itself, and because most processes, such as those that load data, make none.
+`farandole.torch` itself, and because most processes, such as data loaders, make none.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ on all ranks of the job.
 Accelerate counts ranks when `TrainingArguments`, `Accelerator` or `PartialState` is first used.
 Before that, this module joins the world for which this process was started, by any launcher, and
 makes the process group. On hosts without an accelerator, Accelerate by itself counts one process,
-and every rank would train a model of its own.
+and every rank would train a separate model.
 
 Example:
     import transformers
