@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What Horovod promises to programs that build on it, where no framework is needed."""
+"""Promises of Horovod to programs that build on it, where no framework is needed."""
 
 import itertools
 import subprocess

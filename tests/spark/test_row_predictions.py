@@ -69,7 +69,7 @@ def test_rows_of_batches_are_those_of_the_frame(spark):
 
 
 class Tokenizer:
-    """What JSON cannot hold."""
+    """A value that JSON cannot hold."""
 
     def __init__(self, factor):
         self.factor = factor

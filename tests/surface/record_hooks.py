@@ -47,7 +47,7 @@ def recording(kind, names, calls):
 
 
 class PlainBackend:
-    """What Horovod asks of a backend: no class of ours."""
+    """A backend with the methods that Horovod needs: no class of ours."""
 
     def num_processes(self):
         """One, this process."""

@@ -3,8 +3,8 @@
 
 //! The hosts of systems that start the user's command on every host: SkyPilot, Volcano, SageMaker.
 //!
-//! Each of them describes the job in two places. If the places contradict each other, one of them is
-//! of another job, and the error names both.
+//! Each of them describes the job in two places. If the places contradict each other, one of them
+//! is of another job, and the error names both.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -90,7 +90,7 @@ fn volcano_hosts(environment: &dyn LaunchEnvironment) -> Result<Option<CloudHost
     if tasks.is_empty() {
         return Ok(None);
     }
-    // The launcher often is a task of its own, which has no processes of the training.
+    // The launcher is often a separate task, without processes of the training.
     let pod = environment.environment_variable("HOSTNAME");
     let own_task = pod.as_deref().and_then(|pod| {
         let is_own = |host: &HostSlots| host.host.split('.').next() == Some(pod);

@@ -20,7 +20,7 @@ use crate::source::{RECORD_FILE, RunSource};
 pub struct LocationExplanation {
     /// The run that is explained.
     pub run: RunIdentity,
-    /// What limits it.
+    /// The explanation: its limits and their causes.
     #[serde(flatten)]
     pub explanation: RunExplanation,
     /// The other runs of the store, the newest first; `None` if the location is a run itself.

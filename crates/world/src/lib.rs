@@ -5,7 +5,8 @@
 //! hash.
 //!
 //! This crate owns the types that all other crates use for them, the pure rule that assigns ranks
-//! to registered tasks, and how counts are written (`1 rank`, `2 ranks`). It has no I/O, no clock, no environment and no threads.
+//! to registered tasks, and how counts are written (`1 rank`, `2 ranks`). It has no I/O, no clock,
+//! no environment and no threads.
 //!
 //! ```text
 //! TaskPlacement of each task ── assign_ranks ──> World: a RankPlacement for each task
