@@ -482,7 +482,8 @@ def test_a_failed_run_starts_again_from_its_checkpoint(data, capfd):
 def test_mlflow_gets_parameters_metrics_and_the_model(data, monkeypatch):
     told = []
     fake = types.ModuleType("mlflow")
-    fake.active_run = lambda: None
+    started = types.SimpleNamespace(info=types.SimpleNamespace(run_id="a run"))
+    fake.active_run = lambda: started if told else None
     for name in ("start_run", "log_params", "log_metrics", "end_run"):
         setattr(fake, name, lambda *args, _name=name, **kwargs: told.append((_name, args, kwargs)))
     flavor = types.ModuleType("mlflow.pytorch")

@@ -593,7 +593,8 @@ def test_batches_that_are_prepared_ahead_are_the_same_ones(tmp_path):
 def test_mlflow_gets_metrics_and_the_model(tmp_path, monkeypatch):
     told = []
     fake, flavor = types.ModuleType("mlflow"), types.ModuleType("mlflow.keras")
-    fake.active_run = lambda: None
+    started = types.SimpleNamespace(info=types.SimpleNamespace(run_id="a run"))
+    fake.active_run = lambda: started if told else None
     for name in ("start_run", "log_params", "log_metrics", "end_run"):
         setattr(fake, name, lambda *args, _name=name, **kwargs: told.append((_name, args, kwargs)))
     flavor.log_model = lambda model, name=None: told.append(("log_model", (model,), {"name": name}))
