@@ -79,7 +79,7 @@ def test_an_overwriting_save_that_fails_leaves_an_object(store, monkeypatch, cal
     overwrite(b"old")
     with pytest.raises(Broken):
         overwrite(b"new", call)
-    assert found() == (b"new" if call == "write_text" and after else b"old")
+    assert found() == (b"new" if call == "write_metadata_file" and after else b"old")
     overwrite(b"next")
     assert found() == b"next"
     assert len(native.Store(place).list()) == 2, "the rest of the object that failed is gone"
