@@ -390,7 +390,8 @@ def photographs(count: int, repeat: int) -> dict[str, Any]:
     """
     title = f"\n{count} photographs of 500 x 375 as float32 of 3 x 224 x 224"
     try:
-        import images  # noqa: PLC0415 - it needs Pillow and torchvision
+        import images  # noqa: PLC0415 - it needs Pillow
+        import torchvision  # noqa: F401, PLC0415 - images imports it later
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in ("PIL", "torchvision"):
             raise

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 if find_spec("accelerate") is None:
     raise ImportError(
-        "farandole.transformers needs Accelerate: pip install farandole[transformers]",
+        "farandole.transformers needs Accelerate: pip install transformers accelerate",
         name="accelerate",
     )
 
@@ -36,6 +36,7 @@ from accelerate.state import PartialState
 
 import farandole.torch.distributed  # noqa: F401 - registers the backend
 from farandole.common import basics
+from farandole.common.counted_noun import format_counted_noun
 from farandole.common.exceptions import FarandoleUsageError
 
 if TYPE_CHECKING:
@@ -117,9 +118,9 @@ def _check_process_count(count: int) -> None:
     ranks = _count_ranks()
     if count != ranks:
         raise FarandoleUsageError(
-            f"{ranks} ranks run, but Accelerate counts {count}: each would train a model of its "
-            "own. Import farandole.transformers before TrainingArguments, Accelerator or "
-            "PartialState is used, and leave the backend to it"
+            f"{format_counted_noun(ranks, 'rank')} of this job, but Accelerate counts {count}: "
+            "each would train a model of its own. Import farandole.transformers before "
+            "TrainingArguments, Accelerator or PartialState is used, and leave the backend to it"
         )
 
 

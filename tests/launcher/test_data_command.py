@@ -54,7 +54,7 @@ def test_data_is_prepared_inspected_and_shown(tmp_path, source):
     shown = farandole("data", "inspect", told["train_url"], "--verify")
     assert f"{told['train_rows']} rows, prepared, data-" in shown
     assert ["x", "float32"] in [line.split()[:2] for line in shown.splitlines()]
-    assert "verified 1 files: 0 damaged" in shown
+    assert "verified 1 file: 0 damaged" in shown
     rows = [
         json.loads(line)
         for line in farandole("data", "head", told["train_url"], "-n", 3, "--json").splitlines()

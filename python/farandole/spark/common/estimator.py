@@ -488,7 +488,8 @@ class FarandoleEstimator(ClassificationParams, EstimatorHooks, Estimator[Any]):
             contextlib.closing(StopRequest(job.store)) as request,
             shown.offer_stop(request) as stop,
         ):
-            env = self._worker_environment() | ({} if stop is None else stop.stop_token_variables())
+            variables = {} if stop is None else stop.stop_token_variables()
+            env = self._worker_environment() | variables or None
             while True:
                 try:
                     return backend.run(train, args=(job,), env=env, on_progress=handle_report)

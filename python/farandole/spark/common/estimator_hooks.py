@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class EstimatorHooks(EstimatorParams):
-    """The hooks of an estimator: what they return or raise decides how a fit goes on.
+    """The hooks of an estimator: their results and errors decide how a fit goes on.
 
     Each framework has one more, `_get_model_kwargs`, with Horovod's arguments: model, history,
     optimizer (not in Keras's), run id, metadata, and in Keras's the type of floats. It returns the

@@ -243,7 +243,7 @@ def check_output_names(name: str, value: Any) -> list[str]:
 
 def check_edit_fields(name: str, value: Any) -> list[tuple[str, str, tuple[int, ...] | None, bool]]:
     """Returns a list of (name, NumPy type, shape, whether nulls are allowed), as Petastorm's
-    edit fields. The shape `None` is whatever comes, `()` is a number.
+    edit fields. The shape `None` allows all shapes, `()` is a number.
     """
     import numpy as np
 

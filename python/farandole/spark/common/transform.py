@@ -38,7 +38,7 @@ class UserTransformation:
 
     function: Callable[..., Any]
     edits: Sequence[tuple[str, str, tuple[int, ...] | None, bool]] = ()
-    """Name, NumPy type, shape (`None` is whatever comes) and whether nulls are allowed."""
+    """Name, NumPy type, shape (`None` allows all) and whether nulls are allowed."""
     removed: Sequence[str] = ()
     absent: Sequence[str] = ()
     """Columns that the function gets in training and not in predictions."""

@@ -237,7 +237,8 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
             one for one in _LIGHTNING_PACKAGES if find_spec(one.partition(".")[0]) is not None
         )
         fields, own, form = self._job_fields(prepared, fingerprint), None, None
-        weights = self.getLossWeights() or [1.0 / len(names)] * len(names)
+        # The transformation for a LightningModule may remove all labels.
+        weights = self.getLossWeights() or [1.0 / max(1, len(names))] * len(names)
         if package is None and self._has_own_loss():
             trial, own = self._try_own_loss(
                 tried, labels, self.getModel(), sampled, fields["data"], processes

@@ -151,8 +151,8 @@ class TorchEstimatorBase(
         rows = to_tensors(arrays)
         columns = {name: prepared.columns[name] for name in names}
         if transformation is not None:
-            left = [name for name in names if name not in removed]
-            columns = columns_from_sample_arrays({name: arrays[name] for name in rows}, left)
+            remaining = [name for name in names if name not in removed]
+            columns = columns_from_sample_arrays({name: arrays[name] for name in rows}, remaining)
         shapes, dtypes = (
             None if values is None else [values[groups.index(one)] for one in inputs]
             for values in (self.getInputShapes(), self.getInputDtypes())
@@ -200,10 +200,10 @@ class TorchEstimatorBase(
     def _present_labels(self) -> tuple[list[str], list[list[int]] | None]:
         """Returns the labels that are not removed, and their shapes."""
         names, shapes, removed = self.getLabelCols(), self.getLabelShapes(), self._removed_columns()
-        places = [place for place, name in enumerate(names) if name not in removed]
+        indices = [index for index, name in enumerate(names) if name not in removed]
         return (
-            [names[place] for place in places],
-            None if shapes is None else [shapes[place] for place in places],
+            [names[index] for index in indices],
+            None if shapes is None else [shapes[index] for index in indices],
         )
 
     def _job_fields(

@@ -42,17 +42,17 @@ def column_metadata(columns: Iterable[PreparedColumn]) -> dict[str, dict[str, An
         `element`, NumPy's name of the element.
     """
     return {
-        one.name: {
+        column.name: {
             "spark_data_type": _spark_type_class(
-                "DenseVector" if one.shape else _SPARK_TYPE_NAMES.get(one.dtype, "LongType")
+                "DenseVector" if column.shape else _SPARK_TYPE_NAMES.get(column.dtype, "LongType")
             ),
             "is_sparse_vector_only": False,
-            "shape": one.shape,
+            "shape": column.shape,
             "intermediate_format": "nochange",
-            "max_size": one.element_count,
-            "element": one.dtype,
+            "max_size": column.element_count,
+            "element": column.dtype,
         }
-        for one in columns
+        for column in columns
     }
 
 
