@@ -52,5 +52,5 @@ def test_an_import_after_accelerate_has_counted_one_process_raises(
     launch: Callable[..., Launch],
 ) -> None:
     output = output_of_two_ranks(launch, program_path(__file__, "count_before_import"))
-    said = "FarandoleUsageError: 2 ranks of this job, but Accelerate counts 1: each would train a model"
+    said = "FarandoleUsageError: 2 ranks of this job, but Accelerate counts 1: each would train a"
     assert output.count(said) == 2
