@@ -227,7 +227,7 @@ STORE_LOOKS = {
     "data/inputs/file_discovery.py": 2,
     "data/inputs/iceberg_tables.py": 1,
     "data/prepared_directories.py": 3,
-    "spark/common/estimator.py": 1,
+    "spark/common/estimator_hooks.py": 1,
     "spark/common/runs/run_fingerprint_check.py": 1,
     "spark/common/saving/save_directory.py": 3,
     "stores/filesystem.py": 1,

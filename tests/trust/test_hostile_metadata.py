@@ -206,7 +206,7 @@ def test_a_constructor_changes_no_setting(kind, arguments, monkeypatch):
 def test_a_loader_uses_the_options_of_a_store_of_this_process(monkeypatch):
     store = Store.create("s3://in-a-loader/x", storage_options=OPTIONS)
     applied = []
-    monkeypatch.setattr(StorageOptions, "apply", lambda self: applied.append(repr(self)))
+    monkeypatch.setattr(StorageOptions, "apply_to_process", lambda self: applied.append(repr(self)))
     from farandole.data import loader
 
     monkeypatch.setattr(loader, "open_if_table", lambda *_: 1 / 0)

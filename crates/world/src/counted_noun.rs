@@ -16,7 +16,9 @@
 pub fn format_counted_noun(count: u64, noun: &str) -> String {
     let ending = if count == 1 {
         ""
-    } else if noun.ends_with('s') || noun.ends_with("ch") || noun.ends_with('x') {
+    } else if (noun.ends_with('s') || noun.ends_with("ch") || noun.ends_with('x'))
+        && !noun.ends_with("epoch")
+    {
         "es"
     } else {
         "s"
@@ -37,6 +39,7 @@ mod tests {
             (1, "process", "1 process"),
             (0, "process", "0 processes"),
             (3, "batch", "3 batches"),
+            (3, "epoch", "3 epochs"),
             (1000, "row group", "1000 row groups"),
         ] {
             assert_eq!(format_counted_noun(count, noun), expected);

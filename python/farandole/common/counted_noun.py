@@ -10,5 +10,6 @@ def format_counted_noun(count: int, noun: str) -> str:
         count: The number of things.
         noun: Their name in the singular.
     """
-    plural = "es" if noun.endswith(("s", "ch", "x")) else "s"
+    is_sibilant = noun.endswith(("s", "ch", "x")) and not noun.endswith("epoch")
+    plural = "es" if is_sibilant else "s"
     return f"{count:,} {noun}{'' if count == 1 else plural}"
