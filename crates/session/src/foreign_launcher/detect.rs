@@ -3,6 +3,8 @@
 
 //! Detects from the environment which rank another launcher gave to this process.
 
+use farandole_world::format_counted_noun;
+
 use super::launcher_table::{KNOWN_LAUNCHERS, LauncherVariables, SLURM_STEP_VARIABLE};
 use super::{VariableLookup, first_host};
 
@@ -198,11 +200,12 @@ fn missing_size_message(starter: &LauncherVariables) -> String {
 /// Returns a warning if Slurm's job has several tasks, but this process was not started by a step.
 fn batch_script_warning(lookup: VariableLookup<'_>) -> Option<String> {
     let tasks = lookup("SLURM_NTASKS").or_else(|| lookup("SLURM_NPROCS"))?;
-    let several = tasks.trim().parse::<u32>().is_ok_and(|tasks| tasks > 1);
-    let stepless = lookup(SLURM_STEP_VARIABLE).is_none();
-    (several && stepless).then(|| {
+    let tasks = tasks.trim().parse::<u64>().ok().filter(|tasks| *tasks > 1)?;
+    lookup(SLURM_STEP_VARIABLE).is_none().then(|| {
         format!(
-            "this process is a world of one, though Slurm's job has SLURM_NTASKS={tasks} and no step started it: start it as srun python ..."
+            "this process is a world of one, though Slurm's job has {} (SLURM_NTASKS) and no step \
+             started it: start it as srun python ...",
+            format_counted_noun(tasks, "task")
         )
     })
 }
