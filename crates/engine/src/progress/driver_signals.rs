@@ -189,7 +189,7 @@ mod tests {
             let input = HostMemory::new(4);
             let (entry, signature) = allreduce_request(&Arc::from("t"), &input, Instant::now());
             let mut submissions = self.submissions.lock().unwrap();
-            submissions.check_open(MODEL_SET_KEY).unwrap();
+            submissions.check_set_open(MODEL_SET_KEY).unwrap();
             submissions
                 .admit_submission(CheckedSubmission { set: MODEL_SET_KEY, entry, signature }, None)
         }
