@@ -30,6 +30,7 @@ from farandole.torch.functions import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from farandole.torch.local_sgd import DiLoCo, LocalSGD
 from farandole.torch.loss_sums import loss_sum_and_count
 from farandole.torch.mpi_ops import *  # noqa: F403 - one list of the operations is enough
 from farandole.torch.optimizer import DistributedOptimizer
@@ -37,10 +38,12 @@ from farandole.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Compression",
+    "DiLoCo",
     "DistributedOptimizer",
     "FarandoleInternalError",
     "FarandoleUsageError",
     "HorovodInternalError",
+    "LocalSGD",
     "SyncBatchNorm",
     "allgather_object",
     "broadcast_object",

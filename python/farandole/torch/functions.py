@@ -247,12 +247,16 @@ def broadcast_optimizer_state(
             for group in optimizer.param_groups
         ]
         states = [optimizer.state.get(parameter) for parameter in parameters]
+        common = {key: optimizer.state[key] for key in _common_state_keys(optimizer)}
         description = (
             layout,
             extract_state_tensors(options, tensors),
             extract_state_tensors(states, tensors),
+            extract_state_tensors(common, tensors),
         )
-    expected, options, states = broadcast_value(description, root_rank, "optimizer.description")
+    expected, options, states, common = broadcast_value(
+        description, root_rank, "optimizer.description"
+    )
     everywhere = plain_value_exchange.allgather_plain(layout, "optimizer.layout")
     misfits = [
         f"rank {rank}: {found}" for rank, found in enumerate(everywhere) if found != expected
@@ -271,10 +275,18 @@ def broadcast_optimizer_state(
             optimizer.state.pop(parameter, None)
             if received is not None:
                 optimizer.state[parameter] = rebuild_state(received, parameter, slots)
+        for key in _common_state_keys(optimizer):
+            del optimizer.state[key]
+        optimizer.state.update(rebuild_state(common, parameters[0] if parameters else None, slots))
         tensors = [slots[index] for index in range(len(slots))]
     broadcast_tensors(
         [(f"optimizer.{index}", tensor) for index, tensor in enumerate(tensors)], root_rank
     )
+
+
+def _common_state_keys(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Returns the keys of an optimizer's state that belong to no parameter."""
+    return [key for key in optimizer.state if not isinstance(key, torch.Tensor)]
 
 
 def extract_state_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:

@@ -265,7 +265,17 @@ def _require_positive(passes: int) -> None:
         raise ValueError(f"backward_passes_per_step must be positive: {passes!r}")
 
 
-def _wrap_optimizer(
+def refuse_distributed_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses an optimizer that `DistributedOptimizer`, `LocalSGD` or `DiLoCo` has wrapped.
+
+    Raises:
+        ValueError: It is wrapped.
+    """
+    if hasattr(optimizer, "_parameter_names"):
+        raise ValueError(f"the optimizer is distributed already: {type(optimizer).__name__}")
+
+
+def wrap_optimizer(
     optimizer: torch.optim.Optimizer, mixin: type, attributes: dict[str, Any]
 ) -> Any:
     """Returns an instance of a subclass of the optimizer's class, of the same name, with its
@@ -341,8 +351,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("LBFGS cannot be distributed: its line search would differ between ranks")
-    if isinstance(optimizer, (_DistributedOptimizer, _DistributedAdasumOptimizer)):
-        raise ValueError(f"the optimizer is distributed already: {type(optimizer).__name__}")
+    refuse_distributed_optimizer(optimizer)
     resolve_op_argument(op, None)
     members = member_ranks(process_set)
     if gradient_predivide_factor != 1.0 and op != Average:
@@ -377,7 +386,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             "_reduction": TensorReduction(op, process_set=process_set),
         }
         attributes = {"_parameter_names": names, **({} if alone else attributes)}
-        return _wrap_optimizer(optimizer, _DistributedAdasumOptimizer, attributes)
+        return wrap_optimizer(optimizer, _DistributedAdasumOptimizer, attributes)
     factors = 1.0 / gradient_predivide_factor, gradient_predivide_factor
     reduction = TensorReduction(op, *factors, process_set, allows_rounded_sums(compression))
     options = ReductionOptions(reduction, compression, sparse_as_dense)
@@ -388,7 +397,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         reducer = GradientReducer(
             names, units, options, passes=backward_passes_per_step, as_view=gradient_as_bucket_view
         )
-    wrapped = _wrap_optimizer(
+    wrapped = wrap_optimizer(
         optimizer, _DistributedOptimizer, {"_parameter_names": names, "_reducer": reducer}
     )
     if fault_tolerant:

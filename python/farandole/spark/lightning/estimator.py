@@ -69,6 +69,11 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
 
     def _check_settings(self) -> None:
         super()._check_settings()
+        if self.getSyncEvery() > 1:
+            raise ValueError(
+                f"sync_every={self.getSyncEvery()} is for TorchEstimator: Lightning's strategy "
+                "averages gradients in each step"
+            )
         if self._lightning_package() is None:
             if self.getOptimizer() is None:
                 raise ValueError("optimizer is required for a plain module")

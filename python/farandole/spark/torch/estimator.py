@@ -76,6 +76,7 @@ class TorchEstimator(TorchEstimatorBase):
         self._check_optimizer()
         losses = self._label_losses()
         self._refuse_options_of_losses()
+        self._refuse_options_of_local_steps()
         if self.getLossConstructors() is None:
             for loss in losses:
                 find_loss_reduction(loss, self.getLossReduction())
@@ -85,6 +86,23 @@ class TorchEstimator(TorchEstimatorBase):
         if not callable(resolve_data_module_class(self.getDataModule()) or type):
             raise TypeError(f"data_module must be a class: {self.getDataModule()!r}")
 
+    def _refuse_options_of_local_steps(self) -> None:
+        """Refuses options that need gradients of all processes in each step."""
+        if self.getSyncEvery() == 1:
+            return
+        refused = {
+            'precision="fp16", whose scaler lets processes skip different steps': (
+                self.getPrecision() == "fp16"
+            ),
+            "train_minibatch_fn": self.getTrainMinibatchFn() is not None,
+            "gradient_compression": self.getGradientCompression() is not None,
+        }
+        for option, given in refused.items():
+            if given:
+                raise ValueError(
+                    f"sync_every={self.getSyncEvery()} cannot be combined with {option}"
+                )
+
     def get_model_class(self) -> type[TorchModel]:
         """Returns the class of the fitted model."""
         return TorchModel
@@ -92,14 +110,20 @@ class TorchEstimator(TorchEstimatorBase):
     def _create_framework_job(self, prepared: Prepared, backend: Backend) -> FrameworkTrainingJob:
         processes = backend.num_processes()
         sampled = self._sample_columns(prepared, backend)
-        totals = total_learning_rate_digest(self.getOptimizer(), processes)
+        # Local steps have the learning rate of one process.
+        totals = total_learning_rate_digest(
+            self.getOptimizer(), 1 if self.getSyncEvery() > 1 else processes
+        )
         fingerprint = self._fit_fingerprint(prepared, processes, totals)
         most = backend.max_processes()
         job, objects, losses, words = self._create_job(prepared, fingerprint, sampled, most)
         outputs = driver_checks.try_model(job, objects, losses, sampled.rows)
         if self.getDataModule() is None:
             driver_checks.check_batch_norms(job, objects.model, sampled.rows, processes)
-        try_unknown_losses(job, losses, objects.model, objects.transformation, processes=most)
+        apart = job.loop.takes_local_steps  # then each process has losses of its own
+        try_unknown_losses(
+            job, losses, objects.model, objects.transformation, processes=1 if apart else most
+        )
 
         def load_result(trained: TorchTrainingResult) -> torch.nn.Module:
             state = state_bytes.unpack_state(trained.checkpoint)

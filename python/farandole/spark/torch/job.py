@@ -59,6 +59,7 @@ class TrainingLoopOptions:
     mp_start_method: str | None
     precision: str
     gradient_clip_norm: float | None
+    sync_every: int
     lr_scheduler_interval: str
     early_stopping: EarlyStopping | None
     best_checkpoint: MonitoredMetric | None
@@ -68,6 +69,11 @@ class TrainingLoopOptions:
     max_steps: int | None
     max_time: float | None
     terminate_on_nan: bool
+
+    @property
+    def takes_local_steps(self) -> bool:
+        """Whether each process steps on its own gradients, and parameters are averaged."""
+        return self.sync_every > 1
 
     @classmethod
     def from_estimator(cls, estimator: TorchParams) -> Self:

@@ -140,6 +140,13 @@ class TorchParams(EstimatorParams):
         argument_checks.check_positive_number,
         default=None,
     )
+    sync_every: Parameter[int] = Parameter(
+        "Steps that each process takes on its own before all average their parameters (local SGD). "
+        "With 1, the default, gradients are averaged in each step. The learning rate is then that "
+        "of one process, and parameters are also averaged at the end of each epoch.",
+        argument_checks.make_minimum_check(1),
+        default=1,
+    )
     lr_scheduler: Parameter[Any] = Parameter(
         "A scheduler over the optimizer, or a function that creates one from an optimizer. It "
         "sees the learning rates of one process.",

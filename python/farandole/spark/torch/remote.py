@@ -49,7 +49,12 @@ from farandole.spark.torch.training.step_counts import batches_with_step_counts
 if TYPE_CHECKING:
     from farandole.spark.common.data.batch_source import PaddedRankBatch
     from farandole.spark.torch.columns.loss_terms import LossTerm
-    from farandole.spark.torch.job import TorchTrainingJob, TorchTrainingResult, TorchUserObjects
+    from farandole.spark.torch.job import (
+        TorchTrainingJob,
+        TorchTrainingResult,
+        TorchUserObjects,
+        TrainingLoopOptions,
+    )
     from farandole.spark.torch.training.batch_evaluator import ScoredBatch
     from farandole.spark.torch.training.process_setup import BatchedSource
     from farandole.spark.torch.training.step_counts import StepLossDivisors
@@ -71,6 +76,21 @@ def train_rank(job: TorchTrainingJob) -> TorchTrainingResult | None:
         hvd.shutdown()
 
 
+def _distribute_optimizer(
+    loop: TrainingLoopOptions, objects: TorchUserObjects, model: torch.nn.Module
+) -> Any:
+    """Wraps the user's optimizer for the processes of the job."""
+    if loop.takes_local_steps:
+        return hvd.LocalSGD(objects.optimizer, model.named_parameters(), sync_every=loop.sync_every)
+    return hvd.DistributedOptimizer(
+        objects.optimizer,
+        named_parameters=model.named_parameters(),
+        compression=objects.compression or hvd.Compression.none,
+        backward_passes_per_step=loop.backward_passes_per_step,
+        op=hvd.Average if objects.train_minibatch else gradient_operation(loop),
+    )
+
+
 class _TorchTrainer:
     stepper: OptimizerStepper
     """Made when the state that it begins with is known."""
@@ -84,13 +104,7 @@ class _TorchTrainer:
         objects = self.objects
         self.model: torch.nn.Module = objects.model.to(self.device)
         self.history: list[dict[str, Any]] = []
-        self.optimizer: Any = hvd.DistributedOptimizer(
-            objects.optimizer,
-            named_parameters=self.model.named_parameters(),
-            compression=objects.compression or hvd.Compression.none,
-            backward_passes_per_step=job.loop.backward_passes_per_step,
-            op=hvd.Average if objects.train_minibatch else gradient_operation(job.loop),
-        )
+        self.optimizer: Any = _distribute_optimizer(job.loop, objects, self.model)
         self.elastic_run = ProgressAcrossWorlds(
             TorchRunProgress(),
             hvd.elastic.run,
@@ -201,7 +215,17 @@ class _TorchTrainer:
 
     def _rate_factor(self, rate_rows: int) -> float:
         """Returns the factor of the learning rate that checkpoints contain."""
-        return self.size * self._step_rows() / rate_rows
+        processes = 1 if self.loop.takes_local_steps else self.size
+        return processes * self._step_rows() / rate_rows
+
+    def _synchronize_local_steps(self) -> None:
+        """Averages the parameters of all processes, if each has taken steps of its own. The state
+        of the optimizer becomes that of rank 0, which is in checkpoints, so a resumed run equals
+        an uninterrupted one.
+        """
+        if self.loop.takes_local_steps:
+            self.optimizer.synchronize()
+            hvd.broadcast_optimizer_state(self.optimizer, root_rank=0)
 
     def _create_stepper(self, reached: TorchRunProgress) -> None:
         """Creates the stepper from the optimizer's initial state in this process."""
@@ -285,6 +309,7 @@ class _TorchTrainer:
             step=step,
             steps=steps,
             passes=self.loop.backward_passes_per_step,
+            of_all=not self.loop.takes_local_steps,
         )
         for rows, counts in counted:
             meter.mark_rows_read()
@@ -302,6 +327,7 @@ class _TorchTrainer:
                 speed = trained / max(begun.seconds + time.monotonic() - started, 1e-9)
                 self.reporter.report_step(epoch, step, steps, speed, scores.mean_loss())
             if step < steps and self._may_commit(source, step):
+                self._synchronize_local_steps()
                 self.elastic_run.commit_progress(
                     **current_progress(), totals=scores.global_totals()
                 )
@@ -309,6 +335,7 @@ class _TorchTrainer:
         if self.minibatch is not None:
             self.minibatch.finish_epoch()
         self.losses.check_pending_losses()
+        self._synchronize_local_steps()
         average_moving_statistics(self.model)
         self.elastic_run.commit_progress(**current_progress(), scores=scores.global_scores())
 

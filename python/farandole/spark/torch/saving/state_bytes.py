@@ -89,5 +89,7 @@ def single_process_optimizer_state(
         factor: by which its learning rates were multiplied.
     """
     state = optimizer.state_dict()
+    # Steps of local SGD: a checkpoint is written when parameters are averaged.
+    state["state"] = {key: value for key, value in state["state"].items() if isinstance(key, int)}
     groups = [{**group, "lr": group["lr"] / factor} for group in state["param_groups"]]
     return {**state, "param_groups": groups}

@@ -61,6 +61,7 @@ class OptimizerStepper:
         self.taken = 0
         self._rate_factor = factor
         self._clip = loop.gradient_clip_norm
+        self._is_local = loop.takes_local_steps
         self._device = device
         self._dtype = AUTOCAST_DTYPES[loop.precision]
         # bfloat16 has the exponents of float32 and needs no scaling.
@@ -99,20 +100,21 @@ class OptimizerStepper:
     def take_step(self) -> None:
         """Reduces gradients over processes and takes the optimizer's step."""
         self.taken += 1
+        if self._is_local:
+            if self._clip is not None:
+                torch.nn.utils.clip_grad_norm_(self._present_gradients(), self._clip)
+            with self.meter.measure_reduction():  # most of it, whenever parameters are averaged
+                self.optimizer.step()
+            return
         if self._scaler is None and self._clip is None and not self.meter.needs_reduction_timing:
             self.optimizer.step()
             return
         with self.meter.measure_reduction():
             self.optimizer.synchronize()
-        held = [
-            one
-            for group in self.optimizer.param_groups
-            for one in group["params"]
-            if one.grad is not None
-        ]
+        held = self._present_gradients()
         if not self.meter.has_gradient_sizes:
             self.meter.set_gradient_sizes(
-                len(held), sum(one.grad.numel() * one.grad.element_size() for one in held)
+                len(held), sum(each.grad.nbytes for each in held if each.grad is not None)
             )
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
@@ -124,6 +126,15 @@ class OptimizerStepper:
             else:
                 self._scaler.step(self.optimizer)
                 self._scaler.update()
+
+    def _present_gradients(self) -> list[torch.Tensor]:
+        """Returns the parameters that have gradients."""
+        return [
+            parameter
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
 
     def step_scheduler(self, monitored: float | None) -> None:
         """Takes the scheduler's step, if there is a scheduler.

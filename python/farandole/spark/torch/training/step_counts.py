@@ -112,6 +112,7 @@ def batches_with_step_counts(
     step: int,
     steps: int,
     passes: int,
+    of_all: bool = True,
 ) -> Generator[tuple[PaddedRankBatch, StepLossDivisors]]:
     """Yields batches with the counts of the steps that they belong to.
 
@@ -126,6 +127,7 @@ def batches_with_step_counts(
         step: number of the first batch in the epoch.
         steps: batches of the epoch.
         passes: batches that make one step of the optimizer.
+        of_all: whether a step has the batches of all processes, not of this process alone.
     """
     counts_labels = counter.counts_more_than_rows
     waiting: list[PaddedRankBatch] = []
@@ -135,7 +137,7 @@ def batches_with_step_counts(
         last = min(first + passes, steps)
         step += 1
         everywhere = source.row_count_in_steps(first, last)
-        if not counts_labels and everywhere is not None:
+        if of_all and not counts_labels and everywhere is not None:
             if counts is None or step - 1 == first:
                 counts = StepLossDivisors([everywhere] * len(counter), size, adds_up=False)
             yield one, counts
@@ -144,7 +146,9 @@ def batches_with_step_counts(
         if step == last:
             found = [counter.count_batch(each) for each in waiting]
             sums = [sum(each) for each in zip(*found, strict=True)]
-            counts = StepLossDivisors(sums, size, adds_up=True, step=first // passes)
+            counts = StepLossDivisors(
+                sums, size if of_all else 1, adds_up=of_all, step=first // passes
+            )
             for each in waiting:
                 yield each, counts
             waiting = []
