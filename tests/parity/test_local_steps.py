@@ -62,15 +62,13 @@ def train_apart(x, y, loss, processes, sync_every):
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.2, momentum=0.5) for m in models]
     step_rows = BATCH_SIZE * processes
     for _ in range(EPOCHS):
-        since = 0
-        for start in range(0, len(x), step_rows):
+        for step, start in enumerate(range(0, len(x), step_rows), 1):
             for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
                 rows = slice(start + rank, start + step_rows, processes)
                 optimizer.zero_grad()
                 loss(model(x[rows]), y[rows]).backward()
                 optimizer.step()
-            since += 1
-            if since % sync_every == 0 or start + step_rows >= len(x):
+            if step % sync_every == 0 or start + step_rows >= len(x):
                 average([model.parameters() for model in models])
         for optimizer in optimizers:  # an epoch ends with the momentum of the first process
             optimizer.load_state_dict(copy.deepcopy(optimizers[0].state_dict()))

@@ -53,7 +53,7 @@ class _PendingSync(NamedTuple):
     """Number of the step after which the result is applied."""
     parameters: list[torch.Tensor]
     wait: Callable[[], list[torch.Tensor]]
-    """Waits for the mean over ranks of what they sent."""
+    """Waits for the mean of the tensors that the ranks sent."""
 
 
 class ParameterAverage:
@@ -73,7 +73,7 @@ class ParameterAverage:
     def apply(
         self, state: dict[str, Any], number: int, parameter: torch.Tensor, mean: torch.Tensor
     ) -> None:
-        """Applies the mean of what the ranks have sent."""
+        """Applies the mean of the tensors that the ranks sent."""
         del state, number
         parameter.copy_(mean)
 
@@ -123,9 +123,9 @@ class ParameterSynchronizer:
 
     Args:
         names: The parameters and their names, in the same order on all ranks.
-        method: How parameters are combined.
+        method: Combines parameters: `ParameterAverage` or `OuterNesterovStep`.
         sync_every: Steps between two combinations of the same parameter.
-        compression: Compresses what is sent, or `Compression.none`.
+        compression: Compresses the sent tensors, or `Compression.none`.
         process_set: The ranks.
     """
 
@@ -170,7 +170,7 @@ class ParameterSynchronizer:
         return len(self._fragments) == 1 and step % self.sync_every == 0 and not self._pending
 
     def combine_all(self, state: dict[str, Any]) -> None:
-        """Applies what is in progress, then combines all parameters."""
+        """Applies combinations in progress, then combines all parameters."""
         self._apply_due(state, None)
         for fragment in self._fragments:
             self._start(state, fragment, 0)
