@@ -304,17 +304,20 @@ class GradientViewBucket(GradientBucket):
         starts = [0]
         for slot in slots:
             starts.append(starts[-1] + -(-slot.parameter.numel() // step) * step)
-        self._memory, self._mapped = _allocate_bucket_memory(max(1, starts[-1]), first)
+        self._starts = dict(zip(slots, starts, strict=False))
+        self._memory, self._mapped = _allocate_bucket_memory(
+            self._memory_length(max(1, starts[-1])), first
+        )
         self._views = {
             slot: self._memory[start : start + slot.parameter.numel()].view(slot.parameter.shape)
-            for slot, start in zip(slots, starts, strict=False)
+            for slot, start in self._starts.items()
         }
         # Byte offsets of gradients that are copied past the caches.
         self._offsets: dict[GradientSlot, int] = {}
         if self._mapped is not None and self._memory.nbytes >= CACHE_BYPASS_BUCKET_BYTES:
             self._offsets = {
                 slot: start * first.element_size()
-                for slot, start in zip(slots, starts, strict=False)
+                for slot, start in self._starts.items()
                 if slot.parameter.nbytes >= LARGE_GRADIENT_BYTES
             }
         self._name = f"allreduce.bucket.{slots[0].name}"
@@ -323,6 +326,10 @@ class GradientViewBucket(GradientBucket):
         for slot in slots:
             if slot.parameter.grad is not None:
                 self.take_gradient(slot)
+
+    def _memory_length(self, length: int) -> int:
+        """Returns the length of the memory for gradients of a total length."""
+        return length
 
     def reset_counts(self, passes: int) -> None:
         """Resets the counts and forgets the started reduction."""

@@ -25,6 +25,11 @@ from farandole.torch._fault_tolerance import (
 from farandole.torch._names import group_parameters, name_parameters
 from farandole.torch._reduce import TensorReduction
 from farandole.torch._reducer import GradientReducer
+from farandole.torch._sharded_optimizer import (
+    _ShardedOptimizer,
+    refuse_unsharded_options,
+    shard_optimizer,
+)
 from farandole.torch._unwrapped_copies import unwrapped_copy_recipe
 from farandole.torch.adasum import _DistributedAdasumOptimizer
 from farandole.torch.compress._base import Compressor as StatefulCompressor
@@ -306,6 +311,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     gradient_as_bucket_view: bool = False,
     *,
     fault_tolerant: bool = False,
+    shard_states: bool = False,
 ) -> Any:
     """Wraps an optimizer so that every step uses gradients reduced over all ranks.
 
@@ -342,6 +348,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             `docs/user-guide/elastic.md`. All ranks create the optimizer right after `init`, before
             any other collective, because it sends them parameters and state. It needs as much
             additional memory as the gradients.
+        shard_states: Each rank has a part of the optimizer's states, so they take 1 / `size` of
+            the memory (ZeRO, stage 1). Gradients are reduced in parts, each rank steps on its part
+            of the parameters, and the parts are gathered. Needs an element-wise optimizer.
+            Gradients are `None` after a step; clip them by `optimizer.clip_grad_norm_`, and save
+            the state by `optimizer.consolidate_state_dict()` on all ranks and `state_dict()`.
 
     Returns:
         The distributed optimizer.
@@ -378,6 +389,12 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         },
     )
     names = name_parameters(optimizer.param_groups, named_parameters)
+    factors = 1.0 / gradient_predivide_factor, gradient_predivide_factor
+    reduction = TensorReduction(op, *factors, process_set, allows_rounded_sums(compression))
+    options = ReductionOptions(reduction, compression, sparse_as_dense)
+    if shard_states:
+        refused = {"fault_tolerant=True": fault_tolerant, "groups": groups is not None}
+        return _shard_states(optimizer, names, options, backward_passes_per_step, refused)
     units = group_parameters(names, groups)
     alone = basics.rank() not in members or (len(members) == 1 and not is_elastic_worker())
     if op == Adasum:
@@ -387,9 +404,6 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         }
         attributes = {"_parameter_names": names, **({} if alone else attributes)}
         return wrap_optimizer(optimizer, _DistributedAdasumOptimizer, attributes)
-    factors = 1.0 / gradient_predivide_factor, gradient_predivide_factor
-    reduction = TensorReduction(op, *factors, process_set, allows_rounded_sums(compression))
-    options = ReductionOptions(reduction, compression, sparse_as_dense)
     reducer = None
     if fault_tolerant and not alone:
         reducer = FaultTolerantReducer(names, units, options, passes=backward_passes_per_step)
@@ -402,6 +416,22 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     )
     if fault_tolerant:
         _make_fault_tolerant(wrapped)
+    return wrapped
+
+
+def _shard_states(
+    optimizer: torch.optim.Optimizer,
+    names: dict[torch.Tensor, str],
+    options: ReductionOptions,
+    passes: int,
+    refused: dict[str, bool],
+) -> Any:
+    """Wraps an optimizer of whose states each rank has a part, with its present state."""
+    refuse_unsharded_options(options, refused)
+    attributes = shard_optimizer(optimizer, names, options, passes=passes)
+    wrapped = wrap_optimizer(optimizer, _ShardedOptimizer, attributes)
+    if optimizer.state:
+        wrapped.load_state_dict(optimizer.state_dict())
     return wrapped
 
 

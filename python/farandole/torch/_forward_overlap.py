@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Parameters that arrive during the next forward pass: each module waits for its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from farandole.torch._sharded_gradients import ShardedBucket
+
+
+class ForwardOverlap:
+    """Hooks on the modules of a model that wait for the parameters of each module.
+
+    Some modules read the parameters of a child without calling it (`MultiheadAttention`). The first
+    forward pass of the model records which modules are called; parameters of others are waited for
+    by the nearest module above them that is called.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._called: set[torch.nn.Module] = set()
+        self._readers: dict[torch.nn.Module, list[torch.Tensor]] | None = None
+        self._pending: Mapping[torch.Tensor, ShardedBucket] = {}
+        for module in model.modules():
+            module.register_forward_pre_hook(self._before_forward, prepend=True)
+            module.register_state_dict_pre_hook(self._before_state_dict)
+        model.register_forward_hook(self._after_model)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a forward pass of the model has shown who reads which parameters."""
+        return self._readers is not None
+
+    def defer(self, pending: Mapping[torch.Tensor, ShardedBucket]) -> None:
+        """Notes parameters that are being gathered.
+
+        Args:
+            pending: The bucket of each parameter.
+        """
+        self._pending = pending
+
+    def wait_for_all(self) -> None:
+        """Waits until all parameters are gathered."""
+        for bucket in self._pending.values():
+            bucket.finish_gather()
+        self._pending = {}
+
+    def _before_forward(self, module: torch.nn.Module, _: Any) -> None:
+        if self._readers is None:
+            self._called.add(module)
+            return
+        if not self._pending:
+            return
+        for parameter in self._readers.get(module, ()):
+            bucket = self._pending.get(parameter)
+            if bucket is not None:
+                bucket.finish_gather()
+
+    def _before_state_dict(self, *_: Any) -> None:
+        self.wait_for_all()
+
+    def _after_model(self, *_: Any) -> None:
+        if self._readers is not None:
+            return
+        self._readers = {}
+        self._attribute_parameters(self._model, self._model)
+
+    def _attribute_parameters(self, module: torch.nn.Module, reader: torch.nn.Module) -> None:
+        """Attributes the parameters of a module to the nearest module above that is called."""
+        assert self._readers is not None  # noqa: S101 - set by the caller
+        if module in self._called:
+            reader = module
+        self._readers.setdefault(reader, []).extend(module.parameters(recurse=False))
+        for child in module.children():
+            self._attribute_parameters(child, reader)

@@ -1,0 +1,426 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""`DistributedOptimizer(shard_states=True)`: each rank has a part of the optimizer's states.
+
+Gradients are reduced in parts, each rank steps on its part of the parameters, and the parts are
+gathered: stage 1 of ZeRO (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training
+Trillion Parameter Models"). A part is a range of a bucket's memory, not a number of parameters, so
+the wrapped optimizer must be element-wise.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from farandole.common import basics
+from farandole.common.process_sets import global_process_set
+from farandole.common.util import Average, Sum
+from farandole.torch._allreduce import allreduce
+from farandole.torch._forward_overlap import ForwardOverlap
+from farandole.torch._sharded_gradients import ShardedBucket, ShardingReducer
+from farandole.torch.compress._base import Compressor as StatefulCompressor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from farandole.torch._buckets import ReductionOptions
+
+STEP_KEY = "step"
+"""Key of torch's optimizers for the number of steps, one for all numbers of a parameter."""
+
+
+class _ShardedOptimizer(torch.optim.Optimizer):
+    """The mixin that `DistributedOptimizer(shard_states=True)` adds to the class of the wrapped
+    optimizer.
+    """
+
+    _parameter_names: dict[torch.Tensor, str]
+    _reducer: ShardingReducer
+    _inner_optimizers: dict[ShardedBucket, torch.optim.Optimizer]
+    """The wrapped optimizer once for each bucket, over the shard of the bucket."""
+    _whole_states: dict[int, dict[str, Any]] | None = None
+    """States of all parameters by number, gathered from all ranks; `None` after a step."""
+    _overlap: ForwardOverlap | None = None
+    _is_reduced: bool = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Refuses pickles and copies, which would lack the states of other ranks."""
+        raise TypeError(
+            "an optimizer with shard_states=True cannot be copied or pickled: call "
+            "consolidate_state_dict() on all ranks and save state_dict()"
+        )
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Changes how many backward passes are summed up before gradients are reduced."""
+        if passes <= 0:
+            raise ValueError(f"backward_passes_per_step must be positive: {passes!r}")
+        self._reducer.passes = passes
+        self._reducer.reset_counts()
+
+    def synchronize(self) -> None:
+        """Raises an error: no rank has all gradients.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            "with shard_states=True, each rank has a part of the reduced gradients: clip them by "
+            "optimizer.clip_grad_norm_(max_norm), and leave synchronize() out"
+        )
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Lets `step` use gradients as they are, after `clip_grad_norm_`, which `step` does by
+        itself.
+        """
+        yield
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Lets backward passes add to the gradients without being counted."""
+        self._reducer.paused = True
+        try:
+            yield
+        finally:
+            self._reducer.paused = False
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Reduces the gradients, then scales them so that their norm is at most `max_norm`. A
+        collective call.
+
+        Args:
+            max_norm: Largest norm of all gradients together.
+
+        Returns:
+            The norm before, a scalar.
+        """
+        self._reduce_gradients()
+        shards = [bucket.shard for bucket in self._reducer.buckets]
+        squares = torch.zeros(1, dtype=torch.float64)
+        for shard in shards:
+            if shard.grad is not None:
+                squares += shard.grad.double().square().sum().cpu()
+        norm = allreduce(squares, op=Sum, name="shards.norm").sqrt()[0]
+        factor = min(1.0, max_norm / (float(norm) + 1e-6))
+        if factor < 1.0:
+            for shard in shards:
+                if shard.grad is not None:
+                    shard.grad.mul_(factor)
+        return norm
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Reduces gradients, steps on this rank's part of the parameters, and gathers the parts of
+        all ranks. Afterwards gradients are `None`.
+
+        Args:
+            closure: Evaluates the model again and returns the loss.
+
+        Returns:
+            The result of the closure.
+
+        Raises:
+            ValueError: When ranks disagree about a gradient, or the world has changed.
+            FarandoleInternalError: When a peer failed or the session was shut down.
+        """
+        loss = closure() if closure is not None else None
+        self.wait_for_parameters()
+        self._reduce_gradients()
+        self._is_reduced = False
+        self._whole_states = None
+        buckets = self._reducer.buckets
+        # Parts of a bucket are gathered while the next bucket's step is computed.
+        for bucket in buckets:
+            if bucket.shard.grad is not None:
+                bucket.load_shard()
+                self._inner_optimizer(bucket).step()
+                bucket.shard.grad = None
+                bucket.start_gather()
+        if self._overlap is not None and self._overlap.is_ready:
+            self._overlap.defer(
+                {slot.parameter: bucket for bucket in buckets for slot in bucket.slots}
+            )
+        else:
+            for bucket in buckets:
+                bucket.finish_gather()
+        return loss
+
+    def overlap_forward(self, model: torch.nn.Module) -> None:
+        """Lets `step` return while parameters are still being gathered; each module of the model
+        waits for its own when it is called. The first forward pass of the model still finds all of
+        them.
+
+        `model.state_dict()` waits, too. Before you read parameters in another way, call
+        `wait_for_parameters`.
+
+        Args:
+            model: The module that the training calls.
+        """
+        self._overlap = ForwardOverlap(model)
+
+    def wait_for_parameters(self) -> None:
+        """Waits until all parameters are gathered, after `overlap_forward`."""
+        if self._overlap is not None:
+            self._overlap.wait_for_all()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears gradients like `zero_grad` of the wrapped optimizer.
+
+        Raises:
+            AssertionError: When gradients are being reduced; `step` comes first.
+        """
+        if self._reducer.has_started_reduction():
+            raise AssertionError("zero_grad() came before step() while gradients are being reduced")
+        self._reducer.reset_counts()
+        self._is_reduced = False
+        super().zero_grad(set_to_none)
+
+    def consolidate_state_dict(self, to: int | None = None) -> None:
+        """Gathers the states of all ranks, for `state_dict`. All ranks call it.
+
+        Args:
+            to: The rank that gets them; all ranks if `None`.
+        """
+        states: dict[int, dict[str, Any]] = {}
+        holds = to is None or to == basics.rank()
+        numbers = self._parameter_numbers()
+        for bucket in self._reducer.buckets:
+            own = self._inner_optimizer(bucket).state.get(bucket.shard, {})
+            for key, value in own.items():
+                if key != STEP_KEY and _has_shape_of_shard(value, bucket):
+                    parts = bucket.gather_whole(value, str(key))
+                else:
+                    parts = [value] * len(bucket.slots)
+                if holds:
+                    for slot, part in zip(bucket.slots, parts, strict=True):
+                        states.setdefault(numbers[slot.parameter], {})[key] = part
+        self._whole_states = states if holds else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the states of all parameters as the wrapped optimizer would, which any number of
+        ranks can load.
+
+        Raises:
+            RuntimeError: `consolidate_state_dict` was not called since the last step.
+        """
+        if self._whole_states is None:
+            raise RuntimeError(
+                "each rank has a part of the states: call consolidate_state_dict() on all ranks "
+                "after the last step, then state_dict()"
+            )
+        numbers = iter(range(len(self._parameter_names)))
+        groups = [
+            {**group, "params": [next(numbers) for _ in group["params"]]}
+            for group in self.param_groups
+        ]
+        return {"state": dict(sorted(self._whole_states.items())), "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads this rank's part of a whole state, also one of another number of ranks or of a
+        plain optimizer.
+
+        Args:
+            state_dict: The state, the same on all ranks.
+
+        Raises:
+            ValueError: The groups differ, or parameters have taken different numbers of steps.
+        """
+        sizes = [len(group["params"]) for group in state_dict["param_groups"]]
+        expected = [len(group["params"]) for group in self.param_groups]
+        if sizes != expected:
+            raise ValueError(
+                f"the loaded state has groups of {sizes} parameters, the optimizer {expected}"
+            )
+        for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in loaded.items() if key != "params"})
+        numbers = self._parameter_numbers()
+        for bucket in self._reducer.buckets:
+            states = [state_dict["state"].get(numbers[slot.parameter]) for slot in bucket.slots]
+            self._inner_optimizer(bucket).state[bucket.shard] = _own_part_of_states(bucket, states)
+        self._reducer.reset_counts()
+        self._whole_states = None
+        self._is_reduced = False
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Refuses a GradScaler, which reads this property first and looks for infinities in
+        gradients that this rank does not have.
+        """
+        raise ValueError(
+            "shard_states=True cannot be combined with a GradScaler: train in bfloat16"
+        )
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, supports: bool) -> None:
+        self.__dict__["_step_supports_amp_scaling"] = supports
+
+    def _reduce_gradients(self) -> None:
+        if self._reducer.is_lost:
+            raise ValueError(
+                "the world has changed since DistributedOptimizer(shard_states=True): parts of the "
+                "states are lost. Create the optimizer again, and load a state"
+            )
+        if not self._is_reduced:
+            self._reducer.finish_reductions(self.param_groups)
+            self._is_reduced = True
+
+    def _parameter_numbers(self) -> dict[torch.Tensor, int]:
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        return {parameter: number for number, parameter in enumerate(parameters)}
+
+    def _inner_optimizer(self, bucket: ShardedBucket) -> torch.optim.Optimizer:
+        """Returns the optimizer of a bucket's shard, with the present options of its group."""
+        first = bucket.slots[0].parameter
+        group = next(
+            group
+            for group in self.param_groups
+            if any(parameter is first for parameter in group["params"])
+        )
+        options = {key: value for key, value in group.items() if key != "params"}
+        inner = self._inner_optimizers.get(bucket)
+        if inner is None:
+            inner = _optimizer_over(self, options, bucket.shard)
+            self._inner_optimizers[bucket] = inner
+        inner.param_groups[0].update(options)
+        return inner
+
+
+def shard_optimizer(
+    optimizer: torch.optim.Optimizer,
+    names: dict[torch.Tensor, str],
+    options: ReductionOptions,
+    *,
+    passes: int,
+) -> dict[str, Any]:
+    """Returns the attributes of `_ShardedOptimizer` for an optimizer, with its present state.
+
+    Args:
+        optimizer: The wrapped optimizer.
+        names: Its parameters and their names.
+        options: Options of the reduction of gradients.
+        passes: Backward passes per reduction.
+
+    Raises:
+        ValueError: The optimizer is not element-wise.
+    """
+    _require_elementwise(optimizer)
+    reducer = ShardingReducer(names, optimizer.param_groups, options, passes=passes)
+    return {
+        "_parameter_names": names,
+        "_reducer": reducer,
+        "_inner_optimizers": {},
+        "state": defaultdict(dict),
+    }
+
+
+def refuse_unsharded_options(options: ReductionOptions, refused: dict[str, bool]) -> None:
+    """Refuses options that cannot be combined with `shard_states=True`.
+
+    Raises:
+        ValueError: An option was given.
+    """
+    reduction, compression, _ = options
+    given_options = {
+        "an op other than Average and Sum": reduction.op not in (Average, Sum),
+        "a compressor that keeps what it has left out": isinstance(compression, StatefulCompressor),
+        "a process set": reduction.process_set is not global_process_set,
+        **refused,
+    }
+    for name, given in given_options.items():
+        if given:
+            raise ValueError(f"shard_states=True cannot be combined with {name}")
+
+
+def _has_shape_of_shard(value: Any, bucket: ShardedBucket) -> bool:
+    """Returns whether a state has a number for each number of the bucket's shard."""
+    return isinstance(value, torch.Tensor) and value.shape == bucket.shard.shape
+
+
+def _own_part_of_states(
+    bucket: ShardedBucket, states: list[dict[str, Any] | None]
+) -> dict[str, Any]:
+    """Returns the state of a bucket's shard from the states of its parameters."""
+    present = [state for state in states if state]
+    own: dict[str, Any] = {}
+    for key in {key: None for state in present for key in state}:
+        values = [None if not state else state.get(key) for state in states]
+        found = [value for value in values if value is not None]
+        is_sharded = key != STEP_KEY and all(
+            value is None
+            or (isinstance(value, torch.Tensor) and value.shape == slot.parameter.shape)
+            for value, slot in zip(values, bucket.slots, strict=True)
+        )
+        if is_sharded:
+            own[key] = torch.zeros_like(bucket.shard, dtype=found[0].dtype)
+            bucket.copy_own_part(values, own[key])
+        elif any(_plain_value(value) != _plain_value(found[0]) for value in found) or len(
+            found
+        ) != len(values):
+            raise ValueError(
+                f"parameters {bucket.slots[0].name} to {bucket.slots[-1].name} have different "
+                f"values of {key!r} in the loaded state, and shard_states=True keeps one for all "
+                "parameters that are reduced together"
+            )
+        else:
+            first = found[0]
+            own[key] = first.clone() if isinstance(first, torch.Tensor) else first
+    return own
+
+
+def _plain_value(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+def _optimizer_over(
+    optimizer: torch.optim.Optimizer, options: dict[str, Any], parameter: torch.Tensor
+) -> Any:
+    """Returns an optimizer of the wrapped class with the attributes of `optimizer`, over another
+    parameter and without a state.
+    """
+    kind: Any = next(
+        kind for kind in type(optimizer).__mro__ if not issubclass(kind, _ShardedOptimizer)
+    )
+    inner = kind.__new__(kind)
+    own = {"step", "_reducer", "_inner_optimizers", "_whole_states", "_parameter_names"}
+    inner.__dict__.update({key: value for key, value in vars(optimizer).items() if key not in own})
+    inner.__dict__.update(
+        {
+            "param_groups": [{**options, "params": [parameter]}],
+            "state": defaultdict(dict),
+            "_optimizer_step_pre_hooks": OrderedDict(),
+            "_optimizer_step_post_hooks": OrderedDict(),
+        }
+    )
+    return inner
+
+
+def _require_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses an optimizer whose step on a matrix is not the steps on its halves.
+
+    Raises:
+        ValueError: It is not element-wise.
+    """
+    generator = torch.Generator().manual_seed(1)
+    start = torch.randn(4, 6, generator=generator)
+    gradients = [torch.randn(4, 6, generator=generator) for _ in range(3)]
+    options = {key: v for key, v in optimizer.param_groups[0].items() if key != "params"}
+    options |= {"capturable": False} if "capturable" in options else {}
+
+    def train(rows: slice, shape: tuple[int, ...]) -> torch.Tensor:
+        parameter = torch.nn.Parameter(start[rows].reshape(shape).clone())
+        copy = _optimizer_over(optimizer, dict(options), parameter)
+        for gradient in gradients:
+            parameter.grad = gradient[rows].reshape(shape).clone()
+            copy.step()
+        return parameter.detach().reshape(-1)
+
+    whole = train(slice(0, 4), (4, 6))
+    halves = torch.cat([train(slice(0, 2), (12,)), train(slice(2, 4), (12,))])
+    if not torch.equal(whole, halves):
+        raise ValueError(
+            f"shard_states=True needs an element-wise optimizer, such as AdamW or SGD: the step of "
+            f"{type(optimizer).__name__} on a matrix is not the steps on its parts"
+        )
