@@ -306,7 +306,7 @@ def shard_optimizer(
     Raises:
         ValueError: The optimizer is not element-wise.
     """
-    _require_elementwise(optimizer)
+    require_elementwise_optimizer(optimizer)
     reducer = ShardingReducer(names, optimizer.param_groups, options, passes=passes)
     return {
         "_parameter_names": names,
@@ -397,7 +397,7 @@ def _optimizer_over(
     return inner
 
 
-def _require_elementwise(optimizer: torch.optim.Optimizer) -> None:
+def require_elementwise_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Refuses an optimizer whose step on a matrix is not the steps on its halves.
 
     Raises:

@@ -74,6 +74,11 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
                 f"sync_every={self.getSyncEvery()} is for TorchEstimator: Lightning's strategy "
                 "averages gradients in each step"
             )
+        if self.getShardOptimizer():
+            raise ValueError(
+                "shard_optimizer=True is for TorchEstimator: give Lightning's Trainer a strategy "
+                "that shards states, by trainer_args"
+            )
         if self._lightning_package() is None:
             if self.getOptimizer() is None:
                 raise ValueError("optimizer is required for a plain module")

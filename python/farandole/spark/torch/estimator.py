@@ -27,6 +27,7 @@ from farandole.spark.torch.saving.persistence import (
     TorchEstimatorParamsWritable,  # noqa: F401
     TorchEstimatorParamsWriter,  # noqa: F401
 )
+from farandole.torch._sharded_optimizer import require_elementwise_optimizer
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +77,7 @@ class TorchEstimator(TorchEstimatorBase):
         self._check_optimizer()
         losses = self._label_losses()
         self._refuse_options_of_losses()
-        self._refuse_options_of_local_steps()
+        self._refuse_options_of_distribution()
         if self.getLossConstructors() is None:
             for loss in losses:
                 find_loss_reduction(loss, self.getLossReduction())
@@ -86,22 +87,26 @@ class TorchEstimator(TorchEstimatorBase):
         if not callable(resolve_data_module_class(self.getDataModule()) or type):
             raise TypeError(f"data_module must be a class: {self.getDataModule()!r}")
 
-    def _refuse_options_of_local_steps(self) -> None:
-        """Refuses options that need gradients of all processes in each step."""
-        if self.getSyncEvery() == 1:
+    def _refuse_options_of_distribution(self) -> None:
+        """Refuses options that need all gradients on each process, in each step."""
+        distributed_by = {
+            f"sync_every={self.getSyncEvery()}": self.getSyncEvery() > 1,
+            "shard_optimizer=True": self.getShardOptimizer(),
+        }
+        chosen = [name for name, given in distributed_by.items() if given]
+        if not chosen:
             return
         refused = {
-            'precision="fp16", whose scaler lets processes skip different steps': (
-                self.getPrecision() == "fp16"
-            ),
+            'precision="fp16", whose scaler looks at all gradients': self.getPrecision() == "fp16",
             "train_minibatch_fn": self.getTrainMinibatchFn() is not None,
             "gradient_compression": self.getGradientCompression() is not None,
+            chosen[-1]: len(chosen) > 1,
         }
         for option, given in refused.items():
             if given:
-                raise ValueError(
-                    f"sync_every={self.getSyncEvery()} cannot be combined with {option}"
-                )
+                raise ValueError(f"{chosen[0]} cannot be combined with {option}")
+        if self.getShardOptimizer():
+            require_elementwise_optimizer(self.getOptimizer())
 
     def get_model_class(self) -> type[TorchModel]:
         """Returns the class of the fitted model."""
@@ -116,6 +121,11 @@ class TorchEstimator(TorchEstimatorBase):
         )
         fingerprint = self._fit_fingerprint(prepared, processes, totals)
         most = backend.max_processes()
+        if self.getShardOptimizer() and most != processes:
+            raise ValueError(
+                "shard_optimizer=True needs a fixed number of processes: when one is lost, its "
+                f"part of the optimizer's states is lost; the backend has {processes} to {most}"
+            )
         job, objects, losses, words = self._create_job(prepared, fingerprint, sampled, most)
         outputs = driver_checks.try_model(job, objects, losses, sampled.rows)
         if self.getDataModule() is None:

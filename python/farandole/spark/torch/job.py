@@ -60,6 +60,7 @@ class TrainingLoopOptions:
     precision: str
     gradient_clip_norm: float | None
     sync_every: int
+    shard_optimizer: bool
     lr_scheduler_interval: str
     early_stopping: EarlyStopping | None
     best_checkpoint: MonitoredMetric | None

@@ -147,6 +147,12 @@ class TorchParams(EstimatorParams):
         argument_checks.make_minimum_check(1),
         default=1,
     )
+    shard_optimizer: Parameter[bool] = Parameter(
+        "Whether each process has a part of the optimizer's states, so they take 1 / `num_proc` of "
+        "the memory. Needs an element-wise optimizer, such as AdamW.",
+        argument_checks.check_boolean_flag,
+        default=False,
+    )
     lr_scheduler: Parameter[Any] = Parameter(
         "A scheduler over the optimizer, or a function that creates one from an optimizer. It "
         "sees the learning rates of one process.",

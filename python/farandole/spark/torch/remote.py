@@ -87,6 +87,7 @@ def _distribute_optimizer(
         named_parameters=model.named_parameters(),
         compression=objects.compression or hvd.Compression.none,
         backward_passes_per_step=loop.backward_passes_per_step,
+        shard_states=loop.shard_optimizer,
         op=hvd.Average if objects.train_minibatch else gradient_operation(loop),
     )
 
@@ -139,12 +140,15 @@ class _TorchTrainer:
         self.losses = FiniteLossCheck(wanted=job.loop.terminate_on_nan, rank=self.rank)
         self.halt = StopCheck(job.store)
         self.has_entered = False
+        self.gathered_at: int | None = None
+        """Steps after which the states of the optimizer were gathered."""
         self.announced_epoch: int | None = None
         """The epoch whose beginning was passed to callbacks."""
 
     def run(self) -> TorchTrainingResult | None:
         with contextlib.closing(self.halt):
             self.elastic_run.run_in_each_world(self._train_in_world)
+        self._gather_sharded_states()
         return self.checkpoints.training_result(self._checkpoint_state, self.history)
 
     def _train_in_world(self) -> None:
@@ -192,7 +196,7 @@ class _TorchTrainer:
 
     def _begin_run(self) -> None:
         """Begins the run in the job's first world, fresh or from its checkpoint."""
-        found = self.checkpoints.load_checkpoint_on_all_ranks(self.model, self.optimizer)
+        found = self._load_checkpoint()
         rate_rows = found.get("rate_rows", self._step_rows())
         factor = self._rate_factor(rate_rows)
         for group in self.optimizer.param_groups:
@@ -208,6 +212,23 @@ class _TorchTrainer:
             stepper=self.stepper.snapshot_state(),
             rate_rows=rate_rows,
         )
+
+    def _load_checkpoint(self) -> dict[str, Any]:
+        """Loads the run's checkpoint into model and optimizer; returns the rest of it."""
+        if not self.loop.shard_optimizer:
+            return self.checkpoints.load_checkpoint_on_all_ranks(self.model, self.optimizer)
+        # Each process needs its part of all states, so all of them get all, for a moment.
+        plain = self.objects.optimizer
+        found = self.checkpoints.load_checkpoint_on_all_ranks(self.model, plain)
+        self.optimizer.load_state_dict(plain.state_dict())
+        plain.state.clear()
+        return found
+
+    def _gather_sharded_states(self) -> None:
+        """Gathers the states of the optimizer on rank 0, for a checkpoint, once after a step."""
+        if self.loop.shard_optimizer and self.gathered_at != self.stepper.taken:
+            self.optimizer.consolidate_state_dict(to=0)
+            self.gathered_at = self.stepper.taken
 
     def _step_rows(self) -> int:
         """Returns the rows of a step of the optimizer on one process."""
@@ -264,6 +285,7 @@ class _TorchTrainer:
         if self.loop.lr_scheduler_interval == "epoch":
             self.stepper.step_scheduler(entry.get("validation", entry["train"])["loss"])
         self.callbacks.call_callbacks("on_epoch_end")
+        self._gather_sharded_states()
         self.checkpoints.write_epoch_and_keep_best(self._checkpoint_state, self.history)
         if self.rank == 0:
             speed = rows / max(reached.seconds, 1e-9)

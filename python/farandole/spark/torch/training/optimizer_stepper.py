@@ -62,6 +62,7 @@ class OptimizerStepper:
         self._rate_factor = factor
         self._clip = loop.gradient_clip_norm
         self._is_local = loop.takes_local_steps
+        self._is_sharded = loop.shard_optimizer
         self._device = device
         self._dtype = AUTOCAST_DTYPES[loop.precision]
         # bfloat16 has the exponents of float32 and needs no scaling.
@@ -104,6 +105,12 @@ class OptimizerStepper:
             if self._clip is not None:
                 torch.nn.utils.clip_grad_norm_(self._present_gradients(), self._clip)
             with self.meter.measure_reduction():  # most of it, whenever parameters are averaged
+                self.optimizer.step()
+            return
+        if self._is_sharded:
+            with self.meter.measure_reduction():  # and the step, which gathers parameters
+                if self._clip is not None:
+                    self.optimizer.clip_grad_norm_(self._clip)
                 self.optimizer.step()
             return
         if self._scaler is None and self._clip is None and not self.meter.needs_reduction_timing:
