@@ -20,13 +20,13 @@ OPTIMIZERS = {
     "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True, momentum=0.5),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
-    "adadelta": lambda p: torch.optim.Adadelta(p),
+    "adadelta": torch.optim.Adadelta,
     "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),
 }
 NOT_ELEMENTWISE = {
-    "adafactor": lambda p: torch.optim.Adafactor(p),
-    "muon": lambda p: torch.optim.Muon(p),
+    "adafactor": torch.optim.Adafactor,
+    "muon": torch.optim.Muon,
 }
 
 
@@ -312,7 +312,7 @@ def refuses_wrong_use():
         lambda: wrap(fault_tolerant=True),
         lambda: wrap(compression=Int8()),
         lambda: wrap(groups=2),
-        lambda: optimizer.synchronize(),
+        optimizer.synchronize,
         lambda: copy.deepcopy(optimizer),
         lambda: scaler.step(optimizer),
         lambda: optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0]}]}),

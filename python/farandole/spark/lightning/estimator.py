@@ -67,8 +67,8 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
     model and parameters that it was started with.
     """
 
-    def _check_settings(self) -> None:
-        super()._check_settings()
+    def _refuse_options_of_torch_estimator(self) -> None:
+        """Refuses options of `TorchEstimator` that Lightning's strategy decides here."""
         if self.getSyncEvery() > 1:
             raise ValueError(
                 f"sync_every={self.getSyncEvery()} is for TorchEstimator: Lightning's strategy "
@@ -79,6 +79,10 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
                 "shard_optimizer=True is for TorchEstimator: give Lightning's Trainer a strategy "
                 "that shards states, by trainer_args"
             )
+
+    def _check_settings(self) -> None:
+        super()._check_settings()
+        self._refuse_options_of_torch_estimator()
         if self._lightning_package() is None:
             if self.getOptimizer() is None:
                 raise ValueError("optimizer is required for a plain module")
