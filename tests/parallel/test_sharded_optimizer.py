@@ -159,7 +159,8 @@ def test_another_number_of_ranks_and_a_plain_optimizer_load_a_state(pair, trio, 
         sharded = world.run(goes_on, path, True)
         whole = world.run(goes_on, path, False)
         for mine, theirs in zip(sharded, whole, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+            found = [(a - b).abs().max().item() for a, b in zip(mine, theirs, strict=True)]
+            assert found == [0.0] * len(found), world.size
 
 
 def takes_plain_state():
