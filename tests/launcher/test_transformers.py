@@ -54,3 +54,22 @@ def test_an_import_after_accelerate_has_counted_one_process_raises(
     output = output_of_two_ranks(launch, program_path(__file__, "count_before_import"))
     said = "FarandoleUsageError: 2 ranks of this job, but Accelerate counts 1: each would train a"
     assert output.count(said) == 2
+
+
+def test_a_trainer_reads_a_loader_and_resumes_in_an_epoch(
+    launch: Callable[..., Launch], tmp_path: Path
+) -> None:
+    program = program_path(__file__, "trainer_with_loader")
+    run = launch("-np", 2, sys.executable, program, str(tmp_path), env=NO_GPU)
+    assert run.wait() == 0, run.err.read_text()
+    output = run.out.read_text()
+    # 100 rows are 6 batches of 8 on each of two ranks: 3 steps of 2 batches in each of 3 epochs.
+    for rank in range(2):
+        wanted = "9 steps, 96 rows in an epoch, resumed alike: True, batches alike: True"
+        assert f"rank {rank}: {wanted}, examples: 100" in output
+    for said in (
+        "['batch_size']: the loader has batches of 4",
+        "['tail']: the last step",
+        "1 rank",
+    ):
+        assert output.count(said) == 2, said

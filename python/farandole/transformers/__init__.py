@@ -42,7 +42,9 @@ from farandole.common.exceptions import FarandoleUsageError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["register"]
+    from farandole.transformers.trainer import Trainer
+
+__all__ = ["Trainer", "register"]
 
 _BACKEND = "farandole"
 
@@ -122,6 +124,15 @@ def _check_process_count(count: int) -> None:
             "each would train a model of its own. Import farandole.transformers before "
             "TrainingArguments, Accelerator or PartialState is used, and leave the backend to it"
         )
+
+
+def __getattr__(name: str) -> Any:
+    """Imports transformers when `Trainer` is first used: Accelerate works without it."""
+    if name != "Trainer":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from farandole.transformers.trainer import Trainer  # noqa: PLC0415 - see above
+
+    return Trainer
 
 
 register()
