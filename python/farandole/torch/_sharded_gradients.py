@@ -70,7 +70,7 @@ class ShardedBucket(GradientViewBucket):
     def finish_reduction(self) -> None:
         """Waits for this rank's part of the gradients, which becomes the gradient of `shard`.
 
-        Gradients of parameters are dropped: they are those of this rank alone.
+        Drops the gradients of the parameters, which come from this rank alone.
 
         Raises:
             ValueError: When ranks disagree about a gradient.
@@ -168,7 +168,7 @@ class ShardingReducer(GradientReducer):
 
     @property
     def buckets(self) -> list[ShardedBucket]:
-        """The buckets, those of parameters that were unfrozen last."""
+        """The buckets in the order of creation; unfrozen parameters have the last ones."""
         return [bucket for bucket in self._buckets if isinstance(bucket, ShardedBucket)]
 
     def adopt_present_world(self) -> None:
