@@ -73,3 +73,12 @@ def test_a_trainer_reads_a_loader_and_resumes_in_an_epoch(
         "1 rank",
     ):
         assert output.count(said) == 2, said
+
+
+def test_a_trainer_trains_an_adapter_of_peft(launch: Callable[..., Launch], tmp_path: Path) -> None:
+    program = program_path(__file__, "train_adapter")
+    run = launch("-np", 2, sys.executable, program, str(tmp_path), env=NO_GPU)
+    assert run.wait() == 0, run.err.read_text()
+    for rank in range(2):
+        wanted = f"rank {rank}: adapter changed True, base changed False, equal True"
+        assert wanted in run.out.read_text()

@@ -3,11 +3,12 @@
 """The first examples of pages about Spark run.
 
 The pages are README.md, docs/start/index.md, and torch.md, keras.md, running.md and plugin.md of
-docs/spark.
+docs/spark, and transformers.md of docs/user-guide.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -103,3 +104,13 @@ def test_the_example_of_the_page_about_the_plugin(tmp_path):
     )
     said = run(tmp_path, script, 'print(spark.conf.get("spark.plugins"))')
     assert "io.farandole.spark.FarandolePlugin" in said
+
+
+def test_the_example_about_a_trainer_on_spark(tmp_path):
+    blocks = blocks_of("docs/user-guide/transformers.md")
+    script = next(each.text for each in blocks if "SparkSession" in each.text)
+    said = run(tmp_path, script.replace('"/tmp/farandole/bert"', repr(str(tmp_path / "bert"))))
+    # 8 epochs of 256 rows in batches of 16 on each of two ranks
+    size, steps, loss = ast.literal_eval(said.splitlines()[-1])
+    assert (size, steps) == (2, 64)
+    assert loss < 0.5

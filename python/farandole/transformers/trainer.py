@@ -110,6 +110,8 @@ class Trainer(transformers.Trainer):
         super().__init__(*args, **options)
         self._loader_batches: LoaderBatches | None = None
         if isinstance(self.train_dataset, ParquetLoader):
+            # The ranks are known now, also for a loader from a pickle.
+            self.train_dataset.follow_world()
             _check_loader(self.train_dataset, self.args)
             self._loader_batches = LoaderBatches(self.train_dataset)
             self.add_callback(_ResumeLoader(self._loader_batches))
@@ -138,8 +140,7 @@ def _check_loader(loader: ParquetLoader, arguments: transformers.TrainingArgumen
     if loader.size != arguments.world_size:
         raise ValueError(
             f"the loader was made for {format_counted_noun(loader.size, 'rank')}, and "
-            f"{arguments.world_size} train: make it after farandole.transformers is imported and "
-            "TrainingArguments is made"
+            f"{arguments.world_size} train: leave rank and size out"
         )
     if loader.batch_size != arguments.train_batch_size:
         raise ValueError(
