@@ -60,6 +60,13 @@ def check_positive_number(name: str, value: Any) -> float:
     return float(value)
 
 
+def check_open_share(name: str, value: Any) -> float:
+    """Returns a number above 0 and below 1."""
+    if not check_positive_number(name, value) < 1:
+        raise ValueError(f"{name} must be above 0 and below 1: {value}")
+    return float(value)
+
+
 def check_number_list(name: str, value: Any) -> list[float]:
     """Returns a list of numbers."""
     if not isinstance(value, list | tuple) or not all(isinstance(item, Real) for item in value):

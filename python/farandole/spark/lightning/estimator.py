@@ -74,6 +74,10 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
                 f"sync_every={self.getSyncEvery()} is for TorchEstimator: Lightning's strategy "
                 "averages gradients in each step"
             )
+        if self.getEmaDecay() is not None:
+            raise ValueError(
+                "ema_decay is for TorchEstimator: give Lightning's callback WeightAveraging"
+            )
         if self.getShardOptimizer():
             raise ValueError(
                 "shard_optimizer=True is for TorchEstimator: give Lightning's Trainer a strategy "

@@ -27,6 +27,7 @@ from farandole.spark.torch.saving.persistence import (
     TorchEstimatorParamsWritable,  # noqa: F401
     TorchEstimatorParamsWriter,  # noqa: F401
 )
+from farandole.spark.torch.training.averaged_weights import fitted_weights
 from farandole.torch._sharded_optimizer import require_elementwise_optimizer
 
 if TYPE_CHECKING:
@@ -93,6 +94,8 @@ class TorchEstimator(TorchEstimatorBase):
             f"sync_every={self.getSyncEvery()}": self.getSyncEvery() > 1,
             "shard_optimizer=True": self.getShardOptimizer(),
         }
+        if self.getEmaDecay() is not None and self.getTrainMinibatchFn() is not None:
+            raise ValueError("ema_decay cannot be combined with train_minibatch_fn, which steps")
         chosen = [name for name, given in distributed_by.items() if given]
         if not chosen:
             return
@@ -105,6 +108,11 @@ class TorchEstimator(TorchEstimatorBase):
         for option, given in refused.items():
             if given:
                 raise ValueError(f"{chosen[0]} cannot be combined with {option}")
+        if self.getSyncEvery() > 1 and self.getEmaDecay() is not None:
+            raise ValueError(
+                f"sync_every={self.getSyncEvery()} cannot be combined with ema_decay: processes "
+                "would average different weights"
+            )
         if self.getShardOptimizer():
             require_elementwise_optimizer(self.getOptimizer())
 
@@ -137,7 +145,7 @@ class TorchEstimator(TorchEstimatorBase):
 
         def load_result(trained: TorchTrainingResult) -> torch.nn.Module:
             state = state_bytes.unpack_state(trained.checkpoint)
-            objects.model.load_state_dict(state["model"])
+            objects.model.load_state_dict(fitted_weights(state))
             objects.optimizer.load_state_dict(state["optimizer"])
             return objects.model
 

@@ -61,6 +61,7 @@ class TrainingLoopOptions:
     gradient_clip_norm: float | None
     sync_every: int
     shard_optimizer: bool
+    ema_decay: float | None
     lr_scheduler_interval: str
     early_stopping: EarlyStopping | None
     best_checkpoint: MonitoredMetric | None

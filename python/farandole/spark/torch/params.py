@@ -153,6 +153,12 @@ class TorchParams(EstimatorParams):
         argument_checks.check_boolean_flag,
         default=False,
     )
+    ema_decay: Parameter[float] = Parameter(
+        "Validates and returns weights that are averaged over the steps, with this share of the "
+        "average kept in each step, such as 0.999.",
+        argument_checks.check_open_share,
+        default=None,
+    )
     lr_scheduler: Parameter[Any] = Parameter(
         "A scheduler over the optimizer, or a function that creates one from an optimizer. It "
         "sees the learning rates of one process.",

@@ -28,6 +28,7 @@ from farandole.spark.torch.callbacks import CallbackGroup, TrainingState
 from farandole.spark.torch.columns.loss_terms import mean_batch_loss
 from farandole.spark.torch.columns.losses import construct_losses
 from farandole.spark.torch.saving import state_bytes
+from farandole.spark.torch.training.averaged_weights import AveragedWeights
 from farandole.spark.torch.training.batch_evaluator import BatchEvaluator, UserMinibatchFunction
 from farandole.spark.torch.training.batch_norm import (
     average_moving_statistics,
@@ -106,10 +107,13 @@ class _TorchTrainer:
         self.model: torch.nn.Module = objects.model.to(self.device)
         self.history: list[dict[str, Any]] = []
         self.optimizer: Any = _distribute_optimizer(job.loop, objects, self.model)
+        decay = job.loop.ema_decay
+        self.average = None if decay is None else AveragedWeights(self.model, decay)
+        averaged = {} if self.average is None else {"averaged": self.average.averaged}
         self.elastic_run = ProgressAcrossWorlds(
             TorchRunProgress(),
             hvd.elastic.run,
-            partial(hvd.elastic.TorchState, self.model, self.optimizer),
+            partial(hvd.elastic.TorchState, self.model, self.optimizer, **averaged),
         )
         self.checkpoints = RunCheckpoints(job, self.rank, moves=self.elastic_run.moves)
         losses = (
@@ -197,6 +201,8 @@ class _TorchTrainer:
     def _begin_run(self) -> None:
         """Begins the run in the job's first world, fresh or from its checkpoint."""
         found = self._load_checkpoint()
+        if self.average is not None:
+            self.average.load_checkpoint_state(found)
         rate_rows = found.get("rate_rows", self._step_rows())
         factor = self._rate_factor(rate_rows)
         for group in self.optimizer.param_groups:
@@ -359,6 +365,8 @@ class _TorchTrainer:
         self.losses.check_pending_losses()
         self._synchronize_local_steps()
         average_moving_statistics(self.model)
+        if self.average is not None:
+            self.average.copy_buffers()
         self.elastic_run.commit_progress(**current_progress(), scores=scores.global_scores())
 
     def _may_commit(self, source: BatchedSource, step: int) -> bool:
@@ -388,6 +396,8 @@ class _TorchTrainer:
         self.stepper.backward(counts.step_loss(terms))
         if (step + 1) % passes == 0 or step == steps - 1:
             self.stepper.take_step()
+            if self.average is not None:
+                self.average.add_step()
             if self.loop.lr_scheduler_interval == "step":
                 self.stepper.step_scheduler(None)
         return outputs, labels, terms
@@ -402,7 +412,12 @@ class _TorchTrainer:
     def _validate_epoch(self, source: BatchedSource, epoch: int) -> dict[str, Any]:
         self.model.eval()
         scores = ScoreSums(self.objects.metrics, self.job.labels)
-        with torch.no_grad(), self.stepper.autocast_context():
+        use_average = (
+            contextlib.nullcontext()
+            if self.average is None
+            else self.average.replace_in(self.batches)
+        )
+        with torch.no_grad(), self.stepper.autocast_context(), use_average:
             for rows in source.iterate_epoch_batches(
                 epoch, self.job.data.val_steps or source.steps
             ):
@@ -461,15 +476,20 @@ class _TorchTrainer:
 
     def _checkpoint_state(self) -> dict[str, Any]:
         rate_rows = self.elastic_run.reached.rate_rows
+        averaged = {} if self.average is None else self.average.checkpoint_state()
         optimizer = state_bytes.single_process_optimizer_state(
             self.optimizer, self._rate_factor(rate_rows)
         )
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": optimizer,
-            "history": self.history,
-            "rate_rows": rate_rows,
-        } | self.stepper.checkpoint_state()
+        return (
+            {
+                "model": self.model.state_dict(),
+                "optimizer": optimizer,
+                "history": self.history,
+                "rate_rows": rate_rows,
+            }
+            | self.stepper.checkpoint_state()
+            | averaged
+        )
 
     def _trained_row_count(self, source: BatchedSource, place: EpochPosition) -> int:
         """Returns the rows of all processes in the epoch so far; a data module does not tell."""
