@@ -228,21 +228,67 @@ def test_the_outer_state_is_broadcast_with_the_optimizer(pair):
         assert means == [2.0] * 4 + [3.0] * 4
 
 
-def joins_early():
-    """Rank 0 has 4 steps, rank 1 has 8: the last averages are those of rank 1 alone."""
+def joins_early(compression):
+    """Rank 0 has 4 steps, rank 1 has 8."""
     model = make_net()
-    optimizer = wrap_for({"kind": "LocalSGD", "inner": "sgd", "sync_every": 2}, model)
-    take_steps(model, optimizer, range(4 if hvd.rank() == 0 else 8), hvd.rank())
-    alone = [p.detach().clone() for p in model.parameters()]
-    hvd.join()
-    norm = sum(p.abs().sum().item() for p in alone)
-    return norm, largest_difference(alone, list(model.parameters()))
+    optimizer = hvd.DiLoCo(
+        OPTIMIZERS["sgd"](model.parameters()),
+        model.named_parameters(),
+        sync_every=2,
+        compression=make_compression(compression),
+    )
+    try:
+        take_steps(model, optimizer, range(4 if hvd.rank() == 0 else 8), hvd.rank())
+    except ValueError as error:
+        return str(error)
+    finally:
+        hvd.join()
+    return None
 
 
-def test_ranks_that_joined_do_not_count_in_the_average(pair):
-    (short, _), (long, unchanged) = pair.run(joins_early)
-    assert unchanged == 0
-    assert long == pytest.approx(short, rel=0.5), "zeros of the joined rank were averaged in"
+def make_compression(name):
+    from farandole.torch.compress import Bf16
+
+    return {"none": hvd.Compression.none, "Bf16": Bf16()}[name]
+
+
+@pytest.mark.parametrize("compression", ["none", "Bf16"])
+def test_a_mean_with_ranks_that_joined_is_refused(pair, compression):
+    short, long = pair.run(joins_early, compression)
+    assert short is None
+    assert "1 of 2 ranks" in long
+
+
+def resumes_on_rank_zero(synchronous_steps):
+    """Horovod's way to resume: rank 0 loads, the others get the state by a broadcast."""
+    case = {"kind": "LocalSGD", "inner": "adamw", "sync_every": 3}
+    model = make_net()
+    optimizer = wrap_for({**case, "synchronous_steps": synchronous_steps}, model)
+    if hvd.rank() == 0:
+        other = make_net()
+        plain = OPTIMIZERS["adamw"](other.parameters())
+        loss_of(other, 0, 0).backward()
+        plain.step()
+        state = plain.state_dict()
+        state["state"]["local_steps"] = {"steps": 7, "steps_since_sync": 1}
+        model.load_state_dict(other.state_dict())
+        optimizer.load_state_dict(state)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    seen = []
+    for step in range(3):
+        take_steps(model, optimizer, [step], hvd.rank())
+        seen.append(optimizer.is_synchronized)
+    optimizer.synchronize()
+    everywhere = hvd.allgather(torch.cat([p.detach().view(-1) for p in model.parameters()])[None])
+    return seen, bool((everywhere == everywhere[0]).all())
+
+
+@pytest.mark.parametrize("synchronous_steps", [0, 5])
+def test_a_state_of_rank_zero_is_broadcast(pair, synchronous_steps):
+    for seen, equal in pair.run(resumes_on_rank_zero, synchronous_steps):
+        assert seen == [False, True, False]
+        assert equal
 
 
 def sends_int8():
@@ -290,6 +336,7 @@ def refuses(options, kind):
         ("DiLoCo", {"sync_every": 2, "local_share": 1.0}, "local_share"),
         ("DiLoCo", {"sync_every": 2, "outer_lr": 0.0}, "outer_lr"),
         ("DiLoCo", {"sync_every": 2, "outer_momentum": 1.0}, "outer_momentum"),
+        ("DiLoCo", {"sync_every": 2, "compression": "int8"}, "compression"),
     ],
 )
 def test_wrong_arguments_are_named(pair, kind, options, words):

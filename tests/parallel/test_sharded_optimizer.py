@@ -335,3 +335,114 @@ def test_wrong_use_is_named(pair):
         assert len(messages) == len(words)
         for word, message in zip(words, messages, strict=True):
             assert word in message
+
+
+def freezes():
+    model = make_net()
+    optimizer = hvd.DistributedOptimizer(
+        OPTIMIZERS["adamw"](model.parameters()), model.named_parameters(), shard_states=True
+    )
+    take_steps(model, optimizer, range(2))
+    model[0].requires_grad_(False)
+    try:
+        take_steps(model, optimizer, range(2, 4))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def test_a_parameter_that_is_frozen_later_is_refused(pair):
+    for message in pair.run(freezes):
+        assert message is not None
+        assert "0.weight" in message
+
+
+def saves_after_unfreezing(path):
+    """Parameters have taken different numbers of steps."""
+    model = make_net()
+    model[0].requires_grad_(False)
+    optimizer = hvd.DistributedOptimizer(
+        OPTIMIZERS["adamw"](model.parameters()), model.named_parameters(), shard_states=True
+    )
+    take_steps(model, optimizer, range(2))
+    model[0].requires_grad_(True)
+    take_steps(model, optimizer, range(2, 4))
+    optimizer.consolidate_state_dict(to=0)
+    if hvd.rank() == 0:
+        torch.save([model.state_dict(), optimizer.state_dict()], path)
+
+
+def test_parameters_with_different_counts_of_steps_are_loaded(pair, tmp_path):
+    path = tmp_path / "state.pt"
+    pair.run(saves_after_unfreezing, path)
+    _, state = torch.load(path, weights_only=True)
+    assert {float(entry["step"]) for entry in state["state"].values()} == {2.0, 4.0}
+    sharded, whole = pair.run(goes_on, path, True), pair.run(goes_on, path, False)
+    for mine, theirs in zip(sharded, whole, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def calls_hooks():
+    model, calls = make_net(), []
+    plain = OPTIMIZERS["sgd"](model.parameters())
+    plain.register_step_post_hook(lambda *_: calls.append("before wrapping"))
+    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), shard_states=True)
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    take_steps(model, optimizer, range(1))
+    return calls
+
+
+def test_hooks_of_steps_are_called_once(pair):
+    assert pair.run(calls_hooks) == [["pre", "before wrapping"]] * 2
+
+
+def changes_while_parts_arrive():
+    """Loads other parameters, and reads one that no module of the model has."""
+    model, extra = make_net(), torch.nn.Parameter(torch.ones(3))
+    named = [*model.named_parameters(), ("extra", extra)]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([p for _, p in named], lr=0.1), named, shard_states=True
+    )
+    optimizer.overlap_forward(model)
+    for step in range(2):
+        optimizer.zero_grad()
+        (loss_of(model, 0, step) + extra.sum()).backward()
+        optimizer.step()
+    seen = extra.detach().clone()
+    wanted = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    optimizer.zero_grad()
+    (loss_of(model, 0, 2) + extra.sum()).backward()
+    optimizer.step()
+    model.load_state_dict(wanted)
+    optimizer.wait_for_parameters()
+    return seen.tolist(), max(p.abs().max().item() for p in model.parameters())
+
+
+def test_parameters_outside_of_the_model_are_there_after_the_step(pair):
+    for seen, largest in pair.run(changes_while_parts_arrive):
+        assert seen == pytest.approx([0.8] * 3)
+        assert largest == 0, "parts that arrived later have overwritten the loaded parameters"
+
+
+def refuses_more():
+    model = torch.nn.Linear(6, 4, bias=False)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), shard_states=True
+    )
+    warming = torch.optim.Muon(model.parameters(), lr=0.0)
+    messages = []
+    for attempt in (
+        lambda: hvd.broadcast_optimizer_state(optimizer, root_rank=0),
+        lambda: hvd.DistributedOptimizer(warming, shard_states=True),
+    ):
+        try:
+            attempt()
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_a_broadcast_and_a_warming_optimizer_are_refused(pair):
+    for broadcast, warming in pair.run(refuses_more):
+        assert "on all ranks" in broadcast
+        assert "element-wise" in warming

@@ -27,18 +27,31 @@ class ForwardOverlap:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
+        self._parameters = set(model.parameters())
         self._called: set[torch.nn.Module] = set()
         self._readers: dict[torch.nn.Module, list[torch.Tensor]] | None = None
         self._pending: Mapping[torch.Tensor, ShardedBucket] = {}
         for module in model.modules():
             module.register_forward_pre_hook(self._before_forward, prepend=True)
             module.register_state_dict_pre_hook(self._before_state_dict)
+            module.register_load_state_dict_pre_hook(self._before_state_dict)
         model.register_forward_hook(self._after_model)
 
     @property
     def is_ready(self) -> bool:
         """Whether a forward pass of the model has shown who reads which parameters."""
         return self._readers is not None
+
+    def __deepcopy__(self, _: Any) -> ForwardOverlap:
+        """Waits, and stays the same: a copy of the model has hooks, but no parameters that are
+        gathered.
+        """
+        self.wait_for_all()
+        return self
+
+    def reads(self, parameter: torch.Tensor) -> bool:
+        """Returns whether a module of the model has the parameter."""
+        return parameter in self._parameters
 
     def defer(self, pending: Mapping[torch.Tensor, ShardedBucket]) -> None:
         """Notes parameters that are being gathered.

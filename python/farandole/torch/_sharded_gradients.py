@@ -143,6 +143,7 @@ class ShardingReducer(GradientReducer):
         param_groups: The groups of the optimizer: a bucket has parameters of one group.
         options: Options of the reduction of gradients.
         passes: Backward passes per reduction.
+        kinds: The kind of each parameter; a bucket has parameters of one kind.
     """
 
     def __init__(
@@ -152,19 +153,34 @@ class ShardingReducer(GradientReducer):
         options: ReductionOptions,
         *,
         passes: int,
+        kinds: dict[torch.Tensor, str] | None = None,
     ) -> None:
         self._world = _present_world()
         self.is_lost = False
         """Whether the world has changed, so parts of lost ranks are missing."""
+        kinds = kinds or {}
         units = [
             unit
             for group in param_groups
-            for unit in batch_neighbouring_parameters(
-                [parameter for parameter in group["params"] if parameter.requires_grad],
-                MAX_UNIT_BYTES,
-            )
+            for alike in _group_by_kind(group["params"], kinds)
+            for unit in batch_neighbouring_parameters(alike, MAX_UNIT_BYTES)
         ]
         super().__init__(names, units, options, passes=passes, as_view=True)
+
+    def divided_by(
+        self, param_groups: Sequence[dict[str, Any]], kinds: dict[torch.Tensor, str]
+    ) -> ShardingReducer:
+        """Returns a reducer in place of this one, whose buckets have parameters of one kind.
+
+        Args:
+            param_groups: The groups of the optimizer.
+            kinds: The kind of each parameter, the same on all ranks.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        return ShardingReducer(
+            self._names, param_groups, self._options, passes=self.passes, kinds=kinds
+        )
 
     @property
     def buckets(self) -> list[ShardedBucket]:
@@ -178,6 +194,17 @@ class ShardingReducer(GradientReducer):
 
     def _make_bucket(self, slots: list[GradientSlot]) -> GradientBucket:
         return ShardedBucket(slots, self._options)
+
+
+def _group_by_kind(
+    parameters: Sequence[torch.Tensor], kinds: dict[torch.Tensor, str]
+) -> list[list[torch.Tensor]]:
+    """Returns the parameters that need gradients, by kind, in the order of the first of each."""
+    groups: dict[str, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if parameter.requires_grad:
+            groups.setdefault(kinds.get(parameter, ""), []).append(parameter)
+    return list(groups.values())
 
 
 def _present_world() -> tuple[int, int, int]:

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from farandole.torch._buckets import ReductionOptions
 
-STEP_KEY = "step"
-"""Key of torch's optimizers for the number of steps, one for all numbers of a parameter."""
+SCALAR_KEYS = frozenset({"step", "mu_product", "eta", "mu"})
+"""Keys of states of torch's optimizers that are one number for a parameter of any shape."""
 
 
 class _ShardedOptimizer(torch.optim.Optimizer):
@@ -106,8 +106,8 @@ class _ShardedOptimizer(torch.optim.Optimizer):
             if shard.grad is not None:
                 squares += shard.grad.double().square().sum().cpu()
         norm = allreduce(squares, op=Sum, name="shards.norm").sqrt()[0]
-        factor = min(1.0, max_norm / (float(norm) + 1e-6))
-        if factor < 1.0:
+        factor = max_norm / (float(norm) + 1e-6)
+        if not factor >= 1.0:  # NaN makes all gradients NaN, as torch does
             for shard in shards:
                 if shard.grad is not None:
                     shard.grad.mul_(factor)
@@ -132,30 +132,45 @@ class _ShardedOptimizer(torch.optim.Optimizer):
         self._reduce_gradients()
         self._is_reduced = False
         self._whole_states = None
-        buckets = self._reducer.buckets
-        # Parts of a bucket are gathered while the next bucket's step is computed.
-        for bucket in buckets:
-            if bucket.shard.grad is not None:
-                bucket.load_shard()
-                self._inner_optimizer(bucket).step()
-                bucket.shard.grad = None
-                bucket.start_gather()
-        if self._overlap is not None and self._overlap.is_ready:
-            self._overlap.defer(
-                {slot.parameter: bucket for bucket in buckets for slot in bucket.slots}
-            )
-        else:
-            for bucket in buckets:
-                bucket.finish_gather()
+        previous = None
+        deferred: dict[torch.Tensor, ShardedBucket] = {}
+        for bucket in self._reducer.buckets:
+            if bucket.shard.grad is None:
+                continue
+            bucket.load_shard()
+            self._inner_optimizer(bucket).step()
+            bucket.shard.grad = None
+            bucket.start_gather()
+            # Parts of a bucket are gathered while the next bucket's step is computed. Two at a
+            # time: each takes the memory of a whole bucket.
+            if previous is not None:
+                previous.finish_gather()
+            previous = None if self._defers(bucket) else bucket
+            if previous is None:
+                deferred |= {slot.parameter: bucket for slot in bucket.slots}
+        if previous is not None:
+            previous.finish_gather()
+        if self._overlap is not None:
+            self._overlap.defer(deferred)
         return loss
+
+    def _defers(self, bucket: ShardedBucket) -> bool:
+        """Returns whether the next forward pass waits for the parameters of a bucket."""
+        overlap = self._overlap
+        return (
+            overlap is not None
+            and overlap.is_ready
+            and all(overlap.reads(slot.parameter) for slot in bucket.slots)
+        )
 
     def overlap_forward(self, model: torch.nn.Module) -> None:
         """Lets `step` return while parameters are still being gathered; each module of the model
         waits for its own when it is called. The first forward pass of the model still finds all of
         them.
 
-        `model.state_dict()` waits, too. Before you read parameters in another way, call
-        `wait_for_parameters`.
+        `model.state_dict()` and `model.load_state_dict()` wait, too. Before you read parameters in
+        another way, as an average of weights does, call `wait_for_parameters`. A module that is
+        called in the first forward pass must be called in all passes that read its parameters.
 
         Args:
             model: The module that the training calls.
@@ -191,7 +206,7 @@ class _ShardedOptimizer(torch.optim.Optimizer):
         for bucket in self._reducer.buckets:
             own = self._inner_optimizer(bucket).state.get(bucket.shard, {})
             for key, value in own.items():
-                if key != STEP_KEY and _has_shape_of_shard(value, bucket):
+                if key not in SCALAR_KEYS and _has_shape_of_shard(value, bucket):
                     parts = bucket.gather_whole(value, str(key))
                 else:
                     # Each parameter gets a copy: optimizers change counts of steps in place.
@@ -228,7 +243,7 @@ class _ShardedOptimizer(torch.optim.Optimizer):
             state_dict: The state, the same on all ranks.
 
         Raises:
-            ValueError: The groups differ, or parameters have taken different numbers of steps.
+            ValueError: The groups differ, or a state is no tensor of its parameter's shape.
         """
         sizes = [len(group["params"]) for group in state_dict["param_groups"]]
         expected = [len(group["params"]) for group in self.param_groups]
@@ -239,10 +254,17 @@ class _ShardedOptimizer(torch.optim.Optimizer):
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in loaded.items() if key != "params"})
         numbers = self._parameter_numbers()
+        states = {
+            parameter: state_dict["state"].get(number) for parameter, number in numbers.items()
+        }
+        # A bucket has one count of steps, so parameters with other counts need another bucket.
+        kinds = {parameter: _scalar_values(state) for parameter, state in states.items()}
+        self._reducer = self._reducer.divided_by(self.param_groups, kinds)
+        self._inner_optimizers = {}
         for bucket in self._reducer.buckets:
-            states = [state_dict["state"].get(numbers[slot.parameter]) for slot in bucket.slots]
-            self._inner_optimizer(bucket).state[bucket.shard] = _own_part_of_states(bucket, states)
-        self._reducer.reset_counts()
+            own = _own_part_of_states(bucket, [states[slot.parameter] for slot in bucket.slots])
+            if own:
+                self._inner_optimizer(bucket).state[bucket.shard] = own
         self._whole_states = None
         self._is_reduced = False
 
@@ -264,6 +286,18 @@ class _ShardedOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 "the world has changed since DistributedOptimizer(shard_states=True): parts of the "
                 "states are lost. Create the optimizer again, and load a state"
+            )
+        frozen = [
+            slot.name
+            for bucket in self._reducer.buckets
+            for slot in bucket.slots
+            if not slot.parameter.requires_grad
+        ]
+        if frozen:
+            raise ValueError(
+                "parameters were frozen since DistributedOptimizer(shard_states=True): "
+                f"{', '.join(frozen)}. Their states are in one memory with others, which would "
+                "change them: create the optimizer again and load its state"
             )
         if not self._is_reduced:
             self._reducer.finish_reductions(self.param_groups)
@@ -350,26 +384,30 @@ def _own_part_of_states(
     for key in {key: None for state in present for key in state}:
         values = [None if not state else state.get(key) for state in states]
         found = [value for value in values if value is not None]
-        is_sharded = key != STEP_KEY and all(
-            value is None
-            or (isinstance(value, torch.Tensor) and value.shape == slot.parameter.shape)
-            for value, slot in zip(values, bucket.slots, strict=True)
-        )
-        if is_sharded:
-            own[key] = torch.zeros_like(bucket.shard, dtype=found[0].dtype)
-            bucket.copy_own_part(values, own[key])
-        elif any(_plain_value(value) != _plain_value(found[0]) for value in found) or len(
-            found
-        ) != len(values):
-            raise ValueError(
-                f"parameters {bucket.slots[0].name} to {bucket.slots[-1].name} have different "
-                f"values of {key!r} in the loaded state, and shard_states=True keeps one for all "
-                "parameters that are reduced together"
-            )
-        else:
-            first = found[0]
-            own[key] = first.clone() if isinstance(first, torch.Tensor) else first
+        if not found:
+            continue
+        if key in SCALAR_KEYS or not isinstance(found[0], torch.Tensor):
+            own[key] = copy.deepcopy(found[0])
+            continue
+        for slot, value in zip(bucket.slots, values, strict=True):
+            if value is not None and value.shape != slot.parameter.shape:
+                raise ValueError(
+                    f"the loaded state {key!r} of parameter {slot.name} has the shape "
+                    f"{tuple(value.shape)}, not {tuple(slot.parameter.shape)}"
+                )
+        own[key] = torch.zeros_like(bucket.shard, dtype=found[0].dtype)
+        bucket.copy_own_part(values, own[key])
     return own
+
+
+def _scalar_values(state: dict[str, Any] | None) -> str:
+    """Returns the states of a parameter that are one number, as a key of a dict."""
+    values = {
+        key: _plain_value(value)
+        for key, value in (state or {}).items()
+        if key in SCALAR_KEYS or not isinstance(value, torch.Tensor)
+    }
+    return repr(sorted(values.items()))
 
 
 def _plain_value(value: Any) -> Any:
@@ -405,11 +443,18 @@ def require_elementwise_optimizer(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         ValueError: It is not element-wise.
     """
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key != "params"}
+        # An optimizer that is still warming up does not move.
+        known = {"capturable": False, "lr": 0.1}
+        options |= {key: value for key, value in known.items() if key in options}
+        _require_elementwise_options(optimizer, options)
+
+
+def _require_elementwise_options(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(1)
     start = torch.randn(4, 6, generator=generator)
     gradients = [torch.randn(4, 6, generator=generator) for _ in range(3)]
-    options = {key: v for key, v in optimizer.param_groups[0].items() if key != "params"}
-    options |= {"capturable": False} if "capturable" in options else {}
 
     def train(rows: slice, shape: tuple[int, ...]) -> torch.Tensor:
         parameter = torch.nn.Parameter(start[rows].reshape(shape).clone())

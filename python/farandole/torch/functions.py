@@ -232,6 +232,11 @@ def broadcast_optimizer_state(
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
     del model
+    if hasattr(optimizer, "consolidate_state_dict"):
+        raise ValueError(
+            "an optimizer with shard_states=True has a part of the states on each rank: broadcast "
+            "the state before it is wrapped, or load the same state on all ranks"
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
             "the state of an LBFGS optimizer cannot be broadcast: it is bound to the last "

@@ -13,6 +13,7 @@ is its streaming form (Douillard et al. 2025, "Streaming DiLoCo with overlapping
 from __future__ import annotations
 
 import weakref
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,8 +21,9 @@ import torch
 from farandole.common import basics
 from farandole.common.handles import member_ranks
 from farandole.common.process_sets import ProcessSet, global_process_set
+from farandole.common.termination_notices import is_elastic_worker
 from farandole.common.util import Average, Sum
-from farandole.torch._allreduce import grouped_allreduce_async
+from farandole.torch._allreduce import allreduce_async, grouped_allreduce_async
 from farandole.torch._buckets import ReductionOptions
 from farandole.torch._handles import synchronize
 from farandole.torch._names import group_parameters, name_parameters
@@ -34,7 +36,7 @@ from farandole.torch.compression import Compression
 from farandole.torch.optimizer import refuse_distributed_optimizer, wrap_optimizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 STATE_KEY = "local_steps"
 """Key of the state of these optimizers in `optimizer.state`, beside the states of parameters."""
@@ -152,11 +154,10 @@ class ParameterSynchronizer:
         """Forgets combinations in progress: their world is lost, or another state was loaded."""
         self._pending = []
 
-    def finish_step(self, state: dict[str, Any]) -> bool:
+    def finish_step(self, state: dict[str, Any]) -> None:
         """Counts a step, then applies and starts the combinations that are due.
 
-        Returns:
-            Whether all parameters are now equal on all ranks.
+        The count begins again when all parameters are equal on all ranks.
         """
         state["steps"] += 1
         state["steps_since_sync"] += 1
@@ -167,7 +168,8 @@ class ParameterSynchronizer:
             if step > offset and (step - offset) % self.sync_every == 0:
                 self._start(state, fragment, step + self.method.overlap_steps)
         self._apply_due(state, step)
-        return len(self._fragments) == 1 and step % self.sync_every == 0 and not self._pending
+        if len(self._fragments) == 1 and step == self.sync_every and not self._pending:
+            state["steps_since_sync"] = 0
 
     def combine_all(self, state: dict[str, Any]) -> None:
         """Applies combinations in progress, then combines all parameters."""
@@ -189,40 +191,51 @@ class ParameterSynchronizer:
             self.method.describe_change(state, number, self.parameters[number])
             for number in numbers
         ]
+        name = self._names[numbers[0]]
+        count = allreduce_async(
+            torch.ones(1), name=f"{name}.ranks", op=Sum, process_set=self._process_set
+        )
         if isinstance(self._compression, Compressor):
-            exchange = EngineExchange(self._names[numbers[0]], self._process_set)
             named = [
                 (self._names[number], change)
                 for number, change in zip(numbers, changes, strict=True)
             ]
-            wait = self._compression.start(named, exchange, average=True)
+            exchange = EngineExchange(name, self._process_set)
+            finish = self._compression.start(named, exchange, average=True)
         else:
-            wait = self._start_mean(self._names[numbers[0]], changes)
+            finish = self._start_mean(name, changes)
+
+        def wait() -> list[torch.Tensor]:
+            self._require_all_ranks(float(synchronize(count)))
+            return finish()
+
         self._pending.append(_PendingSync(due, fragment, wait))
 
     def _start_mean(
         self, name: str, changes: list[torch.Tensor]
     ) -> Callable[[], list[torch.Tensor]]:
-        """Starts a mean over the ranks that still train: ranks in `join` add zeros to the sum and
-        to the count.
-        """
+        """Starts a mean over the ranks."""
         pairs = [self._compression.compress(change) for change in changes]
-        count = torch.ones(1, dtype=torch.float32)
         handle = grouped_allreduce_async(
-            [*(tensor for tensor, _ in pairs), count],
-            name=name,
-            op=Sum,
-            process_set=self._process_set,
+            [tensor for tensor, _ in pairs], name=name, op=Average, process_set=self._process_set
         )
 
         def wait_for_mean() -> list[torch.Tensor]:
-            *sums, ranks = synchronize(handle)
             return [
-                self._compression.decompress(total, ctx).div_(float(ranks))
-                for total, (_, ctx) in zip(sums, pairs, strict=True)
+                self._compression.decompress(mean, ctx)
+                for mean, (_, ctx) in zip(synchronize(handle), pairs, strict=True)
             ]
 
         return wait_for_mean
+
+    def _require_all_ranks(self, present: float) -> None:
+        """Refuses a mean to which a rank in `join` has added zeros."""
+        size = len(member_ranks(self._process_set))
+        if present != size:
+            raise ValueError(
+                f"{present:g} of {size} ranks have sent their parameters; the others are in "
+                "join(). With LocalSGD and DiLoCo, all ranks take the same number of steps"
+            )
 
     def _apply_due(self, state: dict[str, Any], step: int | None) -> None:
         """Applies combinations that are due at a step; all, if `step` is `None`."""
@@ -265,7 +278,6 @@ class _LocalStepOptimizer(torch.optim.Optimizer):
     _synchronizer: ParameterSynchronizer | None = None
     _reducer: GradientReducer | None = None
     _synchronous_steps: int = 0
-    _is_synchronized: bool = True
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles and copies as a plain optimizer; `LocalSGD` and `DiLoCo` wrap the copy again."""
@@ -273,10 +285,11 @@ class _LocalStepOptimizer(torch.optim.Optimizer):
 
     @property
     def is_synchronized(self) -> bool:
-        """Whether all ranks have the same parameters since the last step: the moment for a
-        checkpoint or an elastic commit.
+        """Whether the last step has made the parameters of all ranks equal: the moment for a
+        checkpoint or an elastic commit. With several fragments or `overlap_steps`, only
+        `synchronize` does.
         """
-        return self._is_synchronized
+        return self.state.get(STATE_KEY, {}).get("steps_since_sync", 0) == 0  # type: ignore[call-overload]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Takes the wrapped optimizer's step on this rank's gradients; combines parameters when
@@ -297,9 +310,8 @@ class _LocalStepOptimizer(torch.optim.Optimizer):
         state = self._begin_state(self._synchronizer)
         if state["steps"] < self._synchronous_steps:
             return self._take_synchronous_step(state, closure)
-        self._is_synchronized = False
         result = super().step(closure)
-        self._is_synchronized = self._synchronizer.finish_step(state)
+        self._synchronizer.finish_step(state)
         return result
 
     def _take_synchronous_step(
@@ -312,8 +324,26 @@ class _LocalStepOptimizer(torch.optim.Optimizer):
         self._reducer.finish_reductions(self.param_groups)
         result = super().step()
         state["steps"] += 1
-        self._reducer.paused = state["steps"] >= self._synchronous_steps
+        self._pause_reducer()
         return result
+
+    def _pause_reducer(self) -> None:
+        """Lets backward passes reduce gradients in synchronous steps only. The number of steps may
+        come from another rank.
+        """
+        if self._reducer is not None:
+            steps = self.state.get(STATE_KEY, {}).get("steps", 0)  # type: ignore[call-overload]
+            self._reducer.paused = steps >= self._synchronous_steps
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Lets backward passes of synchronous steps add to the gradients without being counted."""
+        if self._reducer is not None:
+            self._reducer.paused = True
+        try:
+            yield
+        finally:
+            self._pause_reducer()
 
     def synchronize(self) -> None:
         """Combines the parameters of all ranks now: before an evaluation, a checkpoint, or at the
@@ -322,17 +352,23 @@ class _LocalStepOptimizer(torch.optim.Optimizer):
         Raises:
             FarandoleInternalError: When a peer failed or the session was shut down.
         """
-        if self._synchronizer is not None and not self._is_synchronized:
+        if self._synchronizer is not None and not self.is_synchronized:
             self._synchronizer.combine_all(self._begin_state(self._synchronizer))
-            self._is_synchronized = True
 
     def _begin_state(self, synchronizer: ParameterSynchronizer) -> dict[str, Any]:
         """Returns the state of this optimizer; creates it before the first step."""
-        count = sum(len(group["params"]) for group in self.param_groups)
-        if count != len(synchronizer.parameters):
+        trained = {
+            parameter
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad
+        }
+        added = trained.difference(synchronizer.parameters)
+        if added:
+            names = sorted(self._parameter_names.get(each, "without a name") for each in added)
             raise ValueError(
-                f"the optimizer has {count} parameters, and had {len(synchronizer.parameters)} "
-                "when it was wrapped: wrap it after all parameters were added"
+                "parameters were added or unfrozen since the optimizer was wrapped: "
+                f"{', '.join(names)}. Wrap it after that"
             )
         state = self.state.setdefault(STATE_KEY, {"steps": 0, "steps_since_sync": 0})  # type: ignore[call-overload, arg-type]
         synchronizer.method.begin(state, synchronizer.parameters)
@@ -355,9 +391,20 @@ class _LocalStepOptimizer(torch.optim.Optimizer):
         self.__dict__["_step_supports_amp_scaling"] = supports
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears gradients like `zero_grad` of the wrapped optimizer."""
-        if self._reducer is not None and not self._reducer.has_started_reduction():
+        """Clears gradients like `zero_grad` of the wrapped optimizer.
+
+        Raises:
+            AssertionError: When gradients of a synchronous step are being reduced.
+        """
+        if self._reducer is not None:
+            if self._reducer.has_started_reduction():
+                raise AssertionError(
+                    "zero_grad() came before step() while gradients are being reduced, in the "
+                    "first synchronous_steps: call a backward() without a step inside "
+                    "`with optimizer.no_sync():`"
+                )
             self._reducer.reset_counts()
+            self._pause_reducer()
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -367,9 +414,16 @@ class _LocalStepOptimizer(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         state = self.state.get(STATE_KEY)  # type: ignore[call-overload]
         if state is not None:
-            # The wrapped optimizer takes values as they are; the steps change them in place.
+            # The wrapped optimizer takes values as they are. The steps change them in place, next
+            # to the parameters.
+            parameters = self._synchronizer.parameters if self._synchronizer else []
             copied = {
-                key: [tensor.clone() for tensor in value] if isinstance(value, list) else value
+                key: [
+                    tensor.to(parameter, copy=True)
+                    for tensor, parameter in zip(value, parameters, strict=True)
+                ]
+                if isinstance(value, list) and parameters
+                else value
                 for key, value in state.items()
             }
             self.state[STATE_KEY] = copied  # type: ignore[index]
@@ -377,9 +431,7 @@ class _LocalStepOptimizer(torch.optim.Optimizer):
             self._synchronizer.forget_pending()
         if self._reducer is not None:
             self._reducer.reset_counts()
-            steps = 0 if state is None else state["steps"]
-            self._reducer.paused = steps >= self._synchronous_steps
-        self._is_synchronized = False
+            self._pause_reducer()
 
 
 def LocalSGD(  # noqa: N802 - named like DistributedOptimizer
@@ -394,8 +446,8 @@ def LocalSGD(  # noqa: N802 - named like DistributedOptimizer
     their parameters after every `sync_every` steps: 1 / `sync_every` of the bytes of
     `DistributedOptimizer`.
 
-    Give all ranks equal parameters first (`broadcast_parameters`). Ranks take the same number of
-    steps, or call `join` when their rows end. Buffers, such as the statistics of batch
+    Give all ranks equal parameters first (`broadcast_parameters`). All ranks take the same number
+    of steps. Buffers, such as the statistics of batch
     normalization, are not averaged. For compressed changes, use `DiLoCo` with `outer_lr=1` and
     `outer_momentum=0`, which is the same average.
 
@@ -503,12 +555,18 @@ def _wrap_local_optimizer(
     refuse_distributed_optimizer(optimizer)
     if sync_every <= 0:
         raise ValueError(f"sync_every must be positive: {sync_every!r}")
+    if not isinstance(compression, Compressor) and not hasattr(compression, "decompress"):
+        raise ValueError(
+            "compression must be a class of Compression or a compressor of "
+            f"farandole.torch.compress: {compression!r}"
+        )
     members = member_ranks(process_set)
     names = name_parameters(optimizer.param_groups, named_parameters)
     attributes: dict[str, Any] = {"_parameter_names": names}
-    if basics.rank() in members and len(members) > 1:
+    if basics.rank() in members and (len(members) > 1 or is_elastic_worker()):
+        trained = {parameter: n for parameter, n in names.items() if parameter.requires_grad}
         attributes["_synchronizer"] = ParameterSynchronizer(
-            names, method, sync_every, compression, process_set
+            trained, method, sync_every, compression, process_set
         )
         attributes["_synchronous_steps"] = synchronous_steps
         if synchronous_steps:

@@ -430,6 +430,7 @@ def _shard_states(
     refuse_unsharded_options(options, refused)
     attributes = shard_optimizer(optimizer, names, options, passes=passes)
     wrapped = wrap_optimizer(optimizer, _ShardedOptimizer, attributes)
+    wrapped._patch_step_function()  # noqa: SLF001 - torch's own way to call the hooks of a step
     if optimizer.state:
         wrapped.load_state_dict(optimizer.state_dict())
     return wrapped

@@ -141,9 +141,9 @@ class TorchParams(EstimatorParams):
         default=None,
     )
     sync_every: Parameter[int] = Parameter(
-        "Steps that each process takes on its own before all average their parameters (local SGD). "
-        "With 1, the default, gradients are averaged in each step. The learning rate is then that "
-        "of one process, and parameters are also averaged at the end of each epoch.",
+        "Steps that each process takes on its own before all average their parameters (local "
+        "SGD); they also do at the end of each epoch. With more than 1, the learning rate is that "
+        "of one process. With 1, gradients are averaged in each step.",
         argument_checks.make_minimum_check(1),
         default=1,
     )
