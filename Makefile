@@ -166,6 +166,14 @@ io.unitycatalog:unitycatalog-client:0.6.0 org.apache.iceberg:iceberg-spark-runti
 	for jar in $(TABLE_JARS); do mvn -q -B dependency:copy -Dartifact=$$jar -DoutputDirectory=$(CURDIR)/$(@D) || exit 1; done
 	touch $@
 
+# The real petastorm, which tests compare farandole-petastorm with. Its reader needs a pyarrow and a
+# NumPy of 2022. It uses the torch, TensorFlow and Spark of the main environment.
+.tools/petastorm/ready: tests/clients/requirements/petastorm.txt $(VENV)/.packages
+	$(PYTHON) -m venv --without-pip --clear $(@D)
+	$(BIN)/uv pip install --quiet --no-deps --python $(@D)/bin/python -r $<
+	echo "import site; site.addsitedir('`echo $(CURDIR)/$(VENV)/lib/python*/site-packages`')" > `echo $(@D)/lib/python*/site-packages`/shared.pth
+	touch $@
+
 # MXNet is retired. It has its own environment, because its last wheel needs a NumPy that is too old
 # for everything else.
 test-mxnet: install .tools/mxnet/bin/mxnet-is-here
@@ -285,7 +293,7 @@ $(PAGE).js: $(SCRIPTS) crates/ui/page/viewer.css crates/ui/page/package-lock.jso
 wheel: $(PACKAGES) tensorflow-ops $(SHIM) $(PAGE).js
 	rm -f dist/*.whl
 	$(BIN)/maturin build --release --out dist
-	$(BIN)/uv build --quiet --wheel --out-dir dist python/horovod-compat
+	for package in horovod petastorm; do $(BIN)/uv build --quiet --wheel --out-dir dist python/$$package-compat || exit 1; done
 
 $(VENV)/.wheel: $(SOURCES) $(PACKAGES) $(SHIM) $(PAGE).js crates/ui/page/index.html
 	$(MAKE) PACKAGES=$(PACKAGES) wheel
