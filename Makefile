@@ -344,8 +344,8 @@ links: $(VENV)/.packages
 	$(BIN)/python -m sphinx -q -b linkcheck -d target/docs/doctrees-links docs target/docs/links
 
 # Builds the files of a release in dist/release: a wheel for glibc 2.17 with licences and a bill of
-# materials, an sdist, farandole-horovod. Then the wheel is installed into empty environments and
-# used. Needs a clean checkout. With MACHINE=aarch64, it builds the wheel for that processor in
+# materials, an sdist, farandole-horovod and farandole-petastorm. Then the wheel is installed into
+# empty environments and used. Needs a clean checkout. With MACHINE=aarch64, it builds the wheel for that processor in
 # dist/release-aarch64 and uses it in an emulator.
 MACHINE := x86_64
 ifeq ($(MACHINE),x86_64)

@@ -91,8 +91,8 @@ def read_pickled_schema(data: bytes, source: str) -> Unischema:
         return _build_schema(_describe_pickle(data))
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise pickle.UnpicklingError(
-            f"the schema that {source} contains has other classes than petastorm's own, or is damaged, "
-            f"and is not unpickled: {error}"
+            f"the schema that {source} contains is damaged, or has classes that are not "
+            f"petastorm's own, and is not unpickled: {error}"
         ) from error
 
 
@@ -305,8 +305,9 @@ def _describe_spark_type(description: Any) -> SparkTypeDescription:
         description = _PickledObject(description, ())
     made = _check_class(description, "pyspark.sql.types", *SPARK_TYPE_NAMES)
     options = dict(made.state or {})
-    if "elementType" in options:
-        options["elementType"] = _describe_spark_type(options["elementType"])
-    plain = {name: value for name, value in options.items() if isinstance(value, int | str | None)}
-    nested = {name: options[name] for name in ("elementType",) if name in options}
-    return SparkTypeDescription(made.name.name, plain | nested)
+    nested = {"elementType": options.pop("elementType")} if "elementType" in options else {}
+    for name, value in options.items():
+        if not isinstance(value, int | str | None):
+            raise TypeError(f"{made.name} has {name} of type {type(value).__name__}")
+    nested = {name: _describe_spark_type(value) for name, value in nested.items()}
+    return SparkTypeDescription(made.name.name, options | nested)

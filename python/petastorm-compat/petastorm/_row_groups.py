@@ -7,6 +7,7 @@ Files, stores, partitions in names of directories and INT96 are found as `prepar
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,8 +16,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as ds
 
+from farandole._native.store import full_path
 from farandole.data.inputs.directory_partitions import partition_column_names
-from farandole.data.inputs.file_discovery import find_files
 from farandole.data.inputs.sources import open_files
 from farandole.data.lazy_pyarrow import is_list_type, is_text_type
 from petastorm.utils import decode_row
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from petastorm.transform import TransformSpec
     from petastorm.unischema import Unischema
 
+_FOOTERS_AT_A_TIME = 8
 Columns = dict[str, Any]
 """Arrays by name, with the rows of a row group."""
 
@@ -54,23 +56,24 @@ def find_row_groups(urls: str | Sequence[str]) -> ParquetRowGroups:
         FileNotFoundError: There is no file.
         ValueError: Files that are no Parquet.
     """
-    order = [file.path for url in _as_list(urls) for file in find_files(url).files]
-    opened = open_files(_as_list(urls), "parquet", None, None)
+    given = [urls] if isinstance(urls, str) else list(urls)
+    opened = open_files(given, "parquet", None, None)
     if opened is None:
         raise ValueError(f"not the URL of a data set: {urls!r}")
     dataset = opened[0]
-    files = sorted(dataset.get_fragments(), key=lambda file: order.index(file.path))
+    files = list(dataset.get_fragments())
+    if not isinstance(urls, str):  # they are by name now
+        order = {full_path(url): number for number, url in enumerate(urls)}
+        files.sort(key=lambda file: order.get(full_path(file.path), 0))
+    with ThreadPoolExecutor(_FOOTERS_AT_A_TIME) as pool:
+        footers = list(pool.map(lambda file: file.row_groups, files))
     fragments, rows, sizes = [], [], []
-    for file in files:
-        for group in file.row_groups:
+    for file, groups in zip(files, footers, strict=True):
+        for group in groups:
             fragments.append(file.subset(row_group_ids=[group.id]))
             rows.append(group.num_rows)
             sizes.append(group.total_byte_size)
     return ParquetRowGroups(dataset.schema, partition_column_names(dataset), fragments, rows, sizes)
-
-
-def _as_list(urls: str | Sequence[str]) -> list[str]:
-    return [urls] if isinstance(urls, str) else list(urls)
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ class RowGroupReading:
             return []
         if self.transform is not None:
             table = self._transform_frame(table.to_pandas())
-        return columns_of_table(table, self.result_schema)
+        return columns_of_table(table, self.result_schema) if len(table) else []
 
     def _transform_frame(self, frame: Any) -> pa.Table:
         transform: Any = self.transform
@@ -183,8 +186,9 @@ def columns_of_table(table: pa.Table, schema: Unischema) -> Columns:
     for name, field in schema.fields.items():
         column = table.column(name)
         values = _array_of_column(column, name)
-        known = len(field.shape) > 1 and is_list_type(column.type)
-        columns[name] = values.reshape(len(table), *field.shape) if known else values
+        if len(field.shape) > 1 and is_list_type(column.type):
+            values = values.reshape(len(table), *field.shape)
+        columns[name] = values if values.flags.writeable else values.copy()
     return columns
 
 

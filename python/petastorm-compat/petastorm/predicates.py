@@ -9,8 +9,6 @@ import sys
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
@@ -68,15 +66,6 @@ class in_set(in_lambda):  # noqa: N801 - petastorm's name
         """Creates a predicate of a field."""
         values = set(inclusion_values)
         super().__init__([predicate_field], lambda value: value in values)
-
-
-class in_intersection(in_lambda):  # noqa: N801 - petastorm's name
-    """Rows whose list has one of the values."""
-
-    def __init__(self, inclusion_values: Iterable[Any], _predicate_field: str) -> None:
-        """Creates a predicate of a field of lists."""
-        values = list(inclusion_values)
-        super().__init__([_predicate_field], lambda value: bool(np.isin(value, values).any()))
 
 
 class in_negate(PredicateBase):  # noqa: N801 - petastorm's name

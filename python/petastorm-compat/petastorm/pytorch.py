@@ -177,65 +177,6 @@ class BatchedDataLoader(LoaderBase):
         return columns
 
 
-class InMemBatchedDataLoader:
-    """Batches of rows that are read once and stay in memory."""
-
-    def __init__(
-        self,
-        reader: Reader,
-        batch_size: int = 1,
-        transform_fn: Callable[[Any], torch.Tensor] | None = None,
-        num_epochs: int = 1,
-        seed: int = 0,
-        rows_capacity: int = 1024,
-        shuffle: bool = False,
-    ) -> None:
-        """Reads the rows and stops the reader.
-
-        Args:
-            reader: The reader.
-            batch_size: Rows of a batch; the last one of an epoch may have less.
-            transform_fn: Like in `BatchedDataLoader`.
-            num_epochs: Number of passes over the rows.
-            seed: Seed of the order.
-            rows_capacity: Number of rows that are read, at most.
-            shuffle: Whether each epoch has another order.
-        """
-        self._batch_size, self._num_epochs = batch_size, num_epochs
-        self._seed, self._shuffle = seed, shuffle
-        self._is_used = False
-        with BatchedDataLoader(reader, rows_capacity, transform_fn) as loader:
-            self._columns: dict[str, torch.Tensor] = next(iter(loader), {})
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Yields the batches of all epochs.
-
-        Raises:
-            RuntimeError: They were iterated before.
-        """
-        if self._is_used:
-            raise RuntimeError(
-                "InMemBatchedDataLoader can be iterated only once: num_epochs is its number of "
-                "epochs"
-            )
-        self._is_used = True
-        rows = len(next(iter(self._columns.values()), ()))
-        for epoch in range(self._num_epochs):
-            generator = torch.Generator().manual_seed(self._seed + epoch)
-            order = (
-                torch.randperm(rows, generator=generator) if self._shuffle else torch.arange(rows)
-            )
-            for chosen in order.split(self._batch_size):
-                yield {name: values[chosen] for name, values in self._columns.items()}
-
-    def __enter__(self) -> InMemBatchedDataLoader:
-        """Returns the loader."""
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """Does nothing: the reader has stopped."""
-
-
 class _RowQueue:
     """Rows that wait for a batch, as columns; drawn at random if it has a capacity."""
 
@@ -277,9 +218,8 @@ class _RowQueue:
         return batch
 
     def _select(self, values: Any, start: int, end: int) -> Any:
-        """Returns rows of a column, as a copy if it is an array: files may be mapped read-only."""
         if self._order is None:
-            return values[start:end] if torch.is_tensor(values) else values[start:end].copy()
+            return values[start:end]
         order = self._order[start:end]
         return values[order] if torch.is_tensor(values) else values[order.numpy()]
 

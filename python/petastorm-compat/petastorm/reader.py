@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -120,8 +120,7 @@ class _ReadingTask(NamedTuple):
 class Reader:
     """An iterator of rows or batches; a context manager that stops reading.
 
-    Row groups are the unit of shards and of shuffling, in the order that petastorm has with the same
-    seed.
+    Row groups are the unit of shards and of shuffling. A seed gives them petastorm's order.
     """
 
     ngram = None
@@ -161,7 +160,7 @@ class Reader:
             seed: Seed of all shuffling; default: another order each time.
             shuffle_rows: Whether the rows of a row group are shuffled.
             shuffle_row_groups: Whether row groups are shuffled; without a seed, anew in each epoch.
-            shuffle_row_drop_partitions: Number of parts in which each row group is read, one by one.
+            shuffle_row_drop_partitions: Number of parts of a row group, which are read one by one.
             predicate: Chooses rows.
             rowgroup_selector: Not supported.
             num_epochs: Number of passes over the rows; `None`: endless.
@@ -264,7 +263,7 @@ class Reader:
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> Self:
         """Returns the reader."""
         return self
 

@@ -4,9 +4,7 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import warnings
-from calendar import timegm
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +40,6 @@ def make_petastorm_dataset(reader: Reader) -> Any:
     """
     fields = list(reader.schema.fields.values())
     leading = (None,) if reader.batched_output else ()
-    make_row = reader.schema._get_namedtuple()  # noqa: SLF001 - the same package
 
     def read_rows() -> Iterator[tuple[Any, ...]]:
         if reader.last_row_consumed:
@@ -54,17 +51,13 @@ def make_petastorm_dataset(reader: Reader) -> Any:
             )
             reader.reset()
         for row in reader:
-            yield tuple(
-                _value_for_tensorflow(field.name, value)
-                for field, value in zip(fields, row, strict=True)
-            )
+            yield tuple(map(_value_for_tensorflow, fields, row))
 
     signature = tuple(
         tf.TensorSpec((*leading, *field.shape), _dtype_of_tensorflow(field)) for field in fields
     )
-    return tf.data.Dataset.from_generator(read_rows, output_signature=signature).map(
-        lambda *columns: make_row(*columns)
-    )
+    rows = tf.data.Dataset.from_generator(read_rows, output_signature=signature)
+    return rows.map(reader.schema._get_namedtuple())  # noqa: SLF001 - the same package
 
 
 def _dtype_of_tensorflow(field: UnischemaField) -> Any:
@@ -76,23 +69,15 @@ def _dtype_of_tensorflow(field: UnischemaField) -> Any:
         ) from error
 
 
-def _value_for_tensorflow(name: str, value: Any) -> Any:
-    """Returns a value in a type that TensorFlow has."""
+def _value_for_tensorflow(field: UnischemaField, value: Any) -> Any:
+    """Returns a value that TensorFlow converts to the type of the field."""
     if value is None:
         raise RuntimeError(
-            f'Encountered "{name}"=None. Tensorflow does not support None values as a tensor. '
-            "Consider filtering out these rows using a predicate."
+            f'Encountered "{field.name}"=None. Tensorflow does not support None values as a '
+            "tensor. Consider filtering out these rows using a predicate."
         )
     if isinstance(value, Decimal):
         return str(value.normalize())
-    if not isinstance(value, np.ndarray | np.generic):
-        return value
-    if value.dtype.kind == "M":
-        return value.astype("datetime64[ns]").astype(np.int64)
-    if value.dtype in (np.uint16, np.uint32):
-        return value.astype(np.int32 if value.dtype == np.uint16 else np.int64)
-    if value.dtype.kind in "SU":
-        return value.tolist()
-    if value.dtype.kind == "O" and len(value) and isinstance(value[0], dt.date):
-        return np.array([timegm(day.timetuple()) * 10**9 for day in value], np.int64)
+    if field.numpy_dtype is np.datetime64:
+        return np.asarray(value, "datetime64[ns]").astype(np.int64)
     return value

@@ -16,7 +16,6 @@ import uuid
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from farandole._native.store import Store
-from farandole.data.inputs.file_discovery import is_file_path
 from petastorm.reader import make_batch_reader
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ _RANK_VARIABLES = (
 )
 _DEFAULT_WORKERS = 4
 _FILE_TIMEOUT_SECONDS = 30.0
-_FILE_POLL_SECONDS = 0.1
+_FILE_POLL_SECONDS = 0.5
 
 logger = logging.getLogger(__name__)
 
@@ -140,11 +139,19 @@ class SparkDatasetConverter:
         _warn_of_other_shard(options.get("cur_shard"), options.get("shard_count"))
 
         def open_reader() -> Reader:
-            _wait_for_files(self.file_urls)
-            workers = workers_count or _DEFAULT_WORKERS
-            return make_batch_reader(
-                self.file_urls, num_epochs=num_epochs, workers_count=workers, **options
-            )
+            deadline = time.monotonic() + _FILE_TIMEOUT_SECONDS
+            while True:
+                try:
+                    return make_batch_reader(
+                        self.file_urls,
+                        num_epochs=num_epochs,
+                        workers_count=workers_count or _DEFAULT_WORKERS,
+                        **options,
+                    )
+                except FileNotFoundError:  # new files need a moment on some shared file systems
+                    if time.monotonic() > deadline:
+                        raise
+                time.sleep(_FILE_POLL_SECONDS)
 
         return ReaderContextManager(open_reader, make_loader)
 
@@ -188,13 +195,15 @@ def make_spark_converter(
     compression_codec: str | None = None,
     dtype: str | None = "float32",
 ) -> SparkDatasetConverter:
-    """Writes a DataFrame below `SparkDatasetConverter.PARENT_CACHE_DIR_URL_CONF`, unless a converter
-    of this process has written the same rows. The files are deleted when this process ends.
+    """Lets Spark write a DataFrame, unless a converter of this process has written the same rows.
+
+    The directory is below `SparkDatasetConverter.PARENT_CACHE_DIR_URL_CONF`. It is deleted when
+    this process ends.
 
     Args:
-        df: The DataFrame; vectors of Spark ML become arrays. Or the URL of a directory of Parquet.
+        df: A DataFrame, whose vectors of Spark ML become arrays; or the URL of Parquet.
         parquet_row_group_size_bytes: Bytes of a row group; shards consist of row groups.
-        compression_codec: `uncompressed`, `gzip`, `snappy` or another one of Spark; default: none.
+        compression_codec: `gzip`, `snappy` or another one of Spark; default: `uncompressed`.
         dtype: `float32` or `float64` for all columns of floats and arrays of floats, or `None`.
 
     Raises:
@@ -277,22 +286,6 @@ def _parent_directory_url(spark: Any) -> str:
             f"all processes see: {url}"
         )
     return url.removesuffix("/")
-
-
-def _wait_for_files(urls: list[str]) -> None:
-    """Waits until files are visible, which on shared file systems takes a moment.
-
-    Raises:
-        RuntimeError: The files are not visible in time.
-    """
-    deadline = time.monotonic() + _FILE_TIMEOUT_SECONDS
-    while absent := [url for url in urls if not is_file_path(url)]:
-        if time.monotonic() > deadline:
-            raise RuntimeError(
-                f"the converter's files are not visible after {_FILE_TIMEOUT_SECONDS:.0f} s, such "
-                f"as {absent[0]}: they were deleted, or this host does not see the directory"
-            )
-        time.sleep(_FILE_POLL_SECONDS)
 
 
 def _warn_of_other_shard(shard: Any, shards: Any) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from petastorm import TransformSpec, make_batch_reader, make_reader
 from petastorm.predicates import in_lambda, in_negate, in_pseudorandom_split, in_reduce, in_set
-from petastorm.pytorch import BatchedDataLoader, DataLoader, InMemBatchedDataLoader
+from petastorm.pytorch import BatchedDataLoader, DataLoader
 from petastorm.transform import edit_field
 from value_descriptions import describe
 
@@ -336,16 +336,6 @@ def shuffled_rows():
     batches = read(make_batch_reader, PLAIN, ["id"], shuffle_rows=True, **IN_ORDER)
     assert [row for each in batches for row in each.id.tolist()] != list(range(60))
     return [sorted(each.id.tolist()) for each in batches]
-
-
-@case
-def loaded_in_memory():
-    reader = from_plain(num_epochs=None)
-    return load(
-        InMemBatchedDataLoader(
-            reader, batch_size=16, num_epochs=2, seed=3, rows_capacity=50, shuffle=True
-        )
-    )
 
 
 def tensors(reader):

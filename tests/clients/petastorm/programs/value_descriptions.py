@@ -17,9 +17,7 @@ def describe(value):
     if isinstance(value, list | tuple):
         return [describe(each) for each in value]
     kind = type(value).__module__.split(".")[0]
-    if kind == "torch":
-        return ["tensor", *_describe_array(value.numpy())]
-    if kind == "tensorflow":
+    if kind in ("torch", "tensorflow"):
         return ["tensor", *_describe_array(value.numpy())]
     if isinstance(value, np.ndarray):
         return ["array", *_describe_array(value)]

@@ -4,7 +4,7 @@
 writes, and petastorm's own functions add the metadata.
 """
 
-import datetime
+import datetime as dt
 import json
 import pickle
 import sys
@@ -26,6 +26,7 @@ from petastorm.unischema import Unischema, UnischemaField
 from pyspark.sql import types
 
 ROWS, ROW_GROUP_ROWS, FILES = 60, 7, 3
+START = dt.datetime(2021, 5, 6, 7, 8, 9, 123456)  # noqa: DTZ001 - as Parquet has it
 SCALARS = [
     ("id", np.int64, types.LongType(), pa.int64()),
     ("small", np.int8, types.ByteType(), pa.int8()),
@@ -72,8 +73,8 @@ def make_row(row, random):
         "flag": np.bool_(row % 3 == 0),
         "name": f"näme {row}",
         "price": Decimal(row) / 8,
-        "day": datetime.date(2020, 1, 1) + datetime.timedelta(row),
-        "moment": datetime.datetime(2021, 5, 6, 7, 8, 9, 123456) + datetime.timedelta(hours=row),
+        "day": dt.date(2020, 1, 1) + dt.timedelta(row),
+        "moment": START + dt.timedelta(hours=row),
         "plain_id": np.int32(row),
         "maybe": None if row % 4 == 0 else np.int32(row),
         "maybe_ratio": None if row % 5 == 0 else np.float32(row / 3),
@@ -110,16 +111,22 @@ def write_every_codec(directory):
         part = rows[file * ROWS // FILES : (file + 1) * ROWS // FILES]
         table = pa.Table.from_pylist(part, schema=arrow)
         pq.write_table(table, directory / f"part-{file}.parquet", row_group_size=ROW_GROUP_ROWS)
-    dataset = pq.ParquetDataset(str(directory), validate_schema=False)
-    dataset_metadata._generate_unischema_metadata(dataset, schema)
-    counts = {
-        path.name: pq.read_metadata(path).num_row_groups for path in directory.glob("*.parquet")
-    }
-    utils.add_to_dataset_metadata(
-        dataset, dataset_metadata.ROW_GROUPS_PER_FILE_KEY, json.dumps(counts).encode()
-    )
+    if hasattr(dataset_metadata, "store_schema"):  # ours
+        dataset_metadata.store_schema(directory.as_uri(), schema)
+    else:
+        store_schema(directory, schema)
     for protocol in range(5):
         (directory.parent / f"schema-{protocol}.pickle").write_bytes(pickle.dumps(schema, protocol))
+
+
+def store_schema(directory, schema):
+    """Does what petastorm does after Spark has written, without Spark."""
+    dataset = pq.ParquetDataset(str(directory), validate_schema=False)
+    dataset_metadata._generate_unischema_metadata(dataset, schema)
+    files = directory.glob("*.parquet")
+    counts = json.dumps({file.name: pq.read_metadata(file).num_row_groups for file in files})
+    key = dataset_metadata.ROW_GROUPS_PER_FILE_KEY
+    utils.add_to_dataset_metadata(dataset, key, counts.encode())
 
 
 def write_plain(directory):
@@ -137,7 +144,7 @@ def write_plain(directory):
             "raw": pa.array([bytes([each]) for each in ids]),
             "nulls": pa.array([None if each % 3 else each for each in ids.tolist()], pa.int32()),
             "price": pa.array([Decimal(int(each)) for each in ids], pa.decimal128(9, 2)),
-            "day": pa.array([datetime.date(2020, 1, 1 + int(each) % 28) for each in ids]),
+            "day": pa.array([dt.date(2020, 1, 1 + int(each) % 28) for each in ids]),
             "moment": pa.array(ids * 1_000_001, pa.timestamp("us")),
             "vector": pa.array(
                 random.random((20, 4)).astype(np.float32).tolist(), pa.list_(pa.float32())
