@@ -133,6 +133,7 @@ def test_rows_are_named_tuples_of_decoded_values(coded):
         for name, value in expected.items():
             found = getattr(row, name)
             assert type(found) is type(value)
+            assert not isinstance(found, np.ndarray) or found.flags.writeable
             np.testing.assert_array_equal(found, value)
 
 

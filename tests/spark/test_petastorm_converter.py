@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The drop-in `petastorm.spark`: a DataFrame becomes files, and files become batches of ranks."""
 
+import json
 import os
 import pickle
 import subprocess
@@ -154,14 +155,20 @@ def test_a_shard_that_is_not_the_rank_is_warned_of(cache, frame, monkeypatch, ca
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capacity", [None, 10])
-def test_a_frame_becomes_a_dataset_of_tensorflow(cache, frame, capacity):
+def test_a_frame_becomes_a_dataset_of_tensorflow(cache, frame):
+    # In a process of its own, because this one has Keras on torch.
     converter = make_spark_converter(frame)
-    with converter.make_tf_dataset(16, num_epochs=1, shuffling_queue_capacity=capacity) as dataset:
-        batches = list(dataset)
-    assert [len(batch.id) for batch in batches] == [16, 16, 16, 12]
-    assert sorted(int(each) for batch in batches for each in batch.id) == list(range(ROWS))
-    assert batches[0].pair.shape == (16, 2)
+    program = program_path(__file__, "read_converter")
+    words = [sys.executable, program, pickle.dumps(converter).hex()]
+    variables = os.environ | {"KERAS_BACKEND": "tensorflow"}
+    done = subprocess.run(
+        words, capture_output=True, text=True, check=False, timeout=200, env=variables
+    )
+    assert done.returncode == 0, done.stderr
+    rows, in_order, shuffled = map(json.loads, done.stdout.splitlines())
+    assert rows == [[16, 2], [16, 2], [16, 2], [12, 2]]
+    assert sorted(in_order) == sorted(shuffled) == list(range(ROWS))
+    assert in_order != shuffled
 
 
 def test_spark_writes_a_data_set_with_a_schema(spark, tmp_path):
@@ -186,6 +193,7 @@ def test_spark_writes_a_data_set_with_a_schema(spark, tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_the_files_of_a_converter_go_with_its_process(tmp_path):
     program = program_path(__file__, "convert_and_end")
     words = [sys.executable, program, tmp_path]
@@ -195,6 +203,7 @@ def test_the_files_of_a_converter_go_with_its_process(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 2])
 def test_the_notebooks_of_the_page_train(tmp_path, number):
     page = [block for block in blocks_of("docs/moving.md") if block.kind == "python"]

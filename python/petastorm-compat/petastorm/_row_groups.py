@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as ds
 
-from farandole._native.store import full_path
+from farandole._native.store import localized_path
 from farandole.data.inputs.directory_partitions import partition_column_names
 from farandole.data.inputs.sources import open_files
 from farandole.data.lazy_pyarrow import is_list_type, is_text_type
@@ -63,8 +63,8 @@ def find_row_groups(urls: str | Sequence[str]) -> ParquetRowGroups:
     dataset = opened[0]
     files = list(dataset.get_fragments())
     if not isinstance(urls, str):  # they are by name now
-        order = {full_path(url): number for number, url in enumerate(urls)}
-        files.sort(key=lambda file: order.get(full_path(file.path), 0))
+        order = {localized_path(url): number for number, url in enumerate(urls)}
+        files.sort(key=lambda file: order.get(localized_path(file.path), 0))
     with ThreadPoolExecutor(_FOOTERS_AT_A_TIME) as pool:
         footers = list(pool.map(lambda file: file.row_groups, files))
     fragments, rows, sizes = [], [], []

@@ -166,7 +166,7 @@ class CompressedImageCodec(_BinaryCodec):
             if image.mode == "RGB" and wide:
                 return _decode_wide_image(unischema_field, value)
             mode = {"1": "L", "P": "RGB"}.get(image.mode, image.mode)
-            pixels = np.asarray(image if mode == image.mode else image.convert(mode))
+            pixels = np.array(image if mode == image.mode else image.convert(mode))
         if mode not in ("L", "RGB", "I;16"):
             raise ValueError(
                 f"the image is {mode} of {pixels.shape}; (height, width) and (height, width, 3) "

@@ -6,6 +6,7 @@ reads the same data sets with both, and each row and batch is compared.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -54,15 +55,8 @@ def results(written):
     return read_with_both(written)
 
 
-CASES = [
-    line.removeprefix("def ").partition("(")[0]
-    for before, line in zip(
-        (lines := program_path(__file__, "read_data_sets").read_text().splitlines()),
-        lines[1:],
-        strict=False,
-    )
-    if before == "@case"
-]
+PROGRAM = program_path(__file__, "read_data_sets").read_text()
+CASES = re.findall(r"^@case\ndef (\w+)", PROGRAM, re.MULTILINE)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -14,6 +14,7 @@ import threading
 import time
 import uuid
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import unquote
 
 from farandole._native.store import Store
 from petastorm.reader import make_batch_reader
@@ -224,7 +225,8 @@ def make_spark_converter(
             )
         url = _write_frame_once(df, parent, (parquet_row_group_size_bytes, codec, dtype))
     written = spark.read.parquet(url)
-    return SparkDatasetConverter(url, sorted(written.inputFiles()), written.count())
+    files = sorted(map(unquote, written.inputFiles()))  # Spark quotes spaces; our stores do not
+    return SparkDatasetConverter(url, files, written.count())
 
 
 class _WrittenFrame(NamedTuple):
