@@ -9,6 +9,7 @@ import sys
 import warnings
 
 import numpy as np
+import petastorm
 import torch
 from petastorm import TransformSpec, make_batch_reader, make_reader
 from petastorm.predicates import in_lambda, in_negate, in_pseudorandom_split, in_reduce, in_set
@@ -23,7 +24,9 @@ CODECS, PLAIN, PARTITIONED = (
 )
 NUMBERS = ["id", "f", "g", "flag", "vector", "byte"]
 FILES = [f"{PLAIN}/part-{number}.parquet" for number in (2, 0)]
-IN_ORDER = {"shuffle_row_groups": False}
+# Threads of the real petastorm sometimes return row groups in another order than that of the plan.
+POOL = "thread" if hasattr(petastorm, "__farandole_version__") else "dummy"
+IN_ORDER = {"shuffle_row_groups": False, "reader_pool_type": POOL}
 CASES = {}
 
 
@@ -106,14 +109,12 @@ def types_of_the_schema():
 
 @case
 def seeded_order_of_row_groups():
-    return read(make_batch_reader, PLAIN, schema_fields=["id"], seed=42, num_epochs=2)
+    return read(make_batch_reader, PLAIN, ["id"], POOL, seed=42, num_epochs=2)
 
 
 @case
 def seeded_order_in_parts():
-    return read(
-        make_batch_reader, PLAIN, schema_fields=["id"], seed=7, shuffle_row_drop_partitions=3
-    )
+    return read(make_batch_reader, PLAIN, ["id"], POOL, seed=7, shuffle_row_drop_partitions=3)
 
 
 @case
@@ -132,7 +133,7 @@ def shards():
 @case
 def seeded_shards():
     shards = [{"cur_shard": each, "shard_count": 2} for each in range(2)]
-    return [read(make_reader, CODECS, ["id"], seed=5, **shard) for shard in shards]
+    return [read(make_reader, CODECS, ["id"], POOL, seed=5, **shard) for shard in shards]
 
 
 @case
