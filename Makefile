@@ -41,7 +41,7 @@ test-jobs:
 	$(BIN)/python -m pytest $(JOBS) -m "not slow" --reruns 1 --durations=25
 
 test-rest:
-	$(BIN)/python -m pytest tests $(addprefix --ignore=,$(JOBS)) -m "not slow" --reruns 1 --durations=25
+	$(BIN)/python -m pytest tests $(addprefix --ignore=,$(JOBS) tests/clients) -m "not slow" --reruns 1 --durations=25
 
 # Ray on this host: static and elastic jobs, estimators, killed nodes. `test` runs the short tests
 # of it.

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from tests.programs import program_path
 
+pytestmark = pytest.mark.timeout(1200)
 REAL = Path(__file__).parents[3] / ".tools" / "petastorm" / "bin" / "python"
 MAX_SECONDS = 500
 """Deadline of a program, which imports torch and TensorFlow."""
