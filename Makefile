@@ -41,7 +41,7 @@ test-jobs:
 	$(BIN)/python -m pytest $(JOBS) -m "not slow" --reruns 1 --durations=25
 
 test-rest:
-	$(BIN)/python -m pytest tests $(addprefix --ignore=,$(JOBS)) -m "not slow" --reruns 1 --durations=25
+	$(BIN)/python -m pytest tests $(addprefix --ignore=,$(JOBS) tests/clients) -m "not slow" --reruns 1 --durations=25
 
 # Ray on this host: static and elastic jobs, estimators, killed nodes. `test` runs the short tests
 # of it.
@@ -166,6 +166,14 @@ io.unitycatalog:unitycatalog-client:0.6.0 org.apache.iceberg:iceberg-spark-runti
 	for jar in $(TABLE_JARS); do mvn -q -B dependency:copy -Dartifact=$$jar -DoutputDirectory=$(CURDIR)/$(@D) || exit 1; done
 	touch $@
 
+# The real petastorm, which tests compare farandole-petastorm with. Its reader needs a pyarrow and a
+# NumPy of 2022. It uses the torch, TensorFlow and Spark of the main environment.
+.tools/petastorm/ready: tests/clients/requirements/petastorm.txt $(VENV)/.packages
+	$(PYTHON) -m venv --without-pip --clear $(@D)
+	$(BIN)/uv pip install --quiet --no-deps --python $(@D)/bin/python -r $<
+	echo "import site; site.addsitedir('`echo $(CURDIR)/$(VENV)/lib/python*/site-packages`')" > `echo $(@D)/lib/python*/site-packages`/shared.pth
+	touch $@
+
 # MXNet is retired. It has its own environment, because its last wheel needs a NumPy that is too old
 # for everything else.
 test-mxnet: install .tools/mxnet/bin/mxnet-is-here
@@ -285,7 +293,7 @@ $(PAGE).js: $(SCRIPTS) crates/ui/page/viewer.css crates/ui/page/package-lock.jso
 wheel: $(PACKAGES) tensorflow-ops $(SHIM) $(PAGE).js
 	rm -f dist/*.whl
 	$(BIN)/maturin build --release --out dist
-	$(BIN)/uv build --quiet --wheel --out-dir dist python/horovod-compat
+	for package in horovod petastorm; do $(BIN)/uv build --quiet --wheel --out-dir dist python/$$package-compat || exit 1; done
 
 $(VENV)/.wheel: $(SOURCES) $(PACKAGES) $(SHIM) $(PAGE).js crates/ui/page/index.html
 	$(MAKE) PACKAGES=$(PACKAGES) wheel
@@ -336,8 +344,8 @@ links: $(VENV)/.packages
 	$(BIN)/python -m sphinx -q -b linkcheck -d target/docs/doctrees-links docs target/docs/links
 
 # Builds the files of a release in dist/release: a wheel for glibc 2.17 with licences and a bill of
-# materials, an sdist, farandole-horovod. Then the wheel is installed into empty environments and
-# used. Needs a clean checkout. With MACHINE=aarch64, it builds the wheel for that processor in
+# materials, an sdist, farandole-horovod and farandole-petastorm. Then the wheel is installed into
+# empty environments and used. Needs a clean checkout. With MACHINE=aarch64, it builds the wheel for that processor in
 # dist/release-aarch64 and uses it in an emulator.
 MACHINE := x86_64
 ifeq ($(MACHINE),x86_64)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Builds what a release uploads: a wheel for glibc 2.17, a source distribution, and
-`farandole-horovod`.
+"""Builds what a release uploads: a wheel for glibc 2.17, a source distribution, `farandole-horovod`
+and `farandole-petastorm`.
 
 Usage: `python release/build.py OUT [MACHINE]`, in a checkout whose changes are committed. `MACHINE`
-is a key of `MACHINES`, `x86_64` if it is not given. The source distribution and `farandole-horovod`
-are the same for all machines and are written with the wheel for x86-64 only. The wheel is built
-from the unpacked source distribution, which proves that nothing is missing in it. Files contain
-neither a time nor a path of this machine, so a second build of the same commit gives the same
-bytes. `release/compare.py` checks that.
+is a key of `MACHINES`, `x86_64` if it is not given. The source distribution and the packages of
+other names are the same for all machines and are written with the wheel for x86-64 only. The wheel
+is built from the unpacked source distribution, which proves that nothing is missing in it. Files
+contain neither a time nor a path of this machine, so a second build of the same commit gives the
+same bytes. `release/compare.py` checks that.
 """
 
 from __future__ import annotations
@@ -217,16 +217,9 @@ def main(out: Path, machine: Machine) -> None:
     tree = source(out if first else WORK)
     check(wheel(tree, out, machine), machine)
     if first:
-        uv = [
-            str(BIN / "uv"),
-            "build",
-            "--quiet",
-            "--wheel",
-            "--out-dir",
-            str(out),
-            "python/horovod-compat",
-        ]
-        subprocess.run(uv, cwd=tree, env=environment(tree, machine), check=True)
+        uv = [str(BIN / "uv"), "build", "--quiet", "--wheel", "--out-dir", str(out)]
+        for package in ("python/horovod-compat", "python/petastorm-compat"):
+            subprocess.run([*uv, package], cwd=tree, env=environment(tree, machine), check=True)
     for file in sorted(out.glob("farandole*")):
         say(f"{file.name}: {file.stat().st_size:,} bytes")
 

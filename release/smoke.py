@@ -142,6 +142,13 @@ TRIALS = {
         "import horovod, horovod.runner\nprint('import horovod')",
         extra=("farandole_horovod-",),
     ),
+    "petastorm": Trial(
+        (),
+        "import petastorm, petastorm.spark\nprint('import petastorm')",
+        extra=("farandole_petastorm-",),
+        extras="[data]",
+        on_newest=False,
+    ),
     "source": Trial((), f"NAMED = {MADE}\n{BARE}", source=True, on_newest=False),
     "torch-oldest": Trial(("torch==2.6.*",), TRAIN, 2, extras="[torch]", until="3.13"),
     "torch-newest": Trial((), TRAIN, 2, extras="[torch]"),

@@ -25,7 +25,10 @@ EXECUTED: Final[dict[tuple[str, str], dict[str, set[int]]]] = {
         "tests/spark/test_pages.py": {0},
         "tests/parallel/test_guide_pages.py": {1},
     },
-    ("docs/moving.md", "python"): {"tests/parallel/test_guide_pages.py": {0}},
+    ("docs/moving.md", "python"): {
+        "tests/parallel/test_guide_pages.py": {0},
+        "tests/spark/test_petastorm_converter.py": {1, 2},
+    },
     ("docs/spark/keras.md", "python"): {"tests/spark/test_pages.py": {0}},
     ("docs/spark/plugin.md", "python"): {"tests/spark/test_pages.py": {0}},
     ("docs/spark/running.md", "python"): {"tests/spark/test_pages.py": {0}},

@@ -19,7 +19,7 @@ const MAX_TEST_LINES: usize = 750;
 /// Limit of the product code of a crate. A larger crate has several responsibilities.
 const MAX_CRATE_LINES: usize = 8000;
 /// Folders and files whose code is no product code.
-const FOLDERS_OF_OTHERS: [&str; 8] = [
+const FOLDERS_OF_OTHERS: [&str; 9] = [
     "tests",
     "testkit",
     "benches",
@@ -28,6 +28,7 @@ const FOLDERS_OF_OTHERS: [&str; 8] = [
     "simulation",
     "load_test",
     "horovod-compat",
+    "petastorm-compat",
 ];
 /// Generated names of variables.
 pub(crate) const PYTHON_NAMES: &str = "python/farandole/_variables.py";
