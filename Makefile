@@ -10,7 +10,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 # Spark's Python workers use this environment.
 export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 
-.PHONY: demo test test-jobs test-rest test-spark test-storage test-launch test-scale test-trust trust-soaks trust-rest test-ray chaos packages tensorflow-ops test-faults test-parity test-readers loom fuzz sanitize lint bench gpu-check shim viewer test-ui screenshots wheel install bytecode tools deny docs links size release release-again clean
+.PHONY: demo test test-jobs test-rest test-spark test-storage test-launch test-scale test-trust trust-soaks trust-rest test-ray chaos packages tensorflow-ops test-faults test-parity test-readers test-clients loom fuzz sanitize lint bench gpu-check shim viewer test-ui screenshots wheel install bytecode tools deny docs links size release release-again clean
 
 # Packages that the wheel is built and used with. In a new environment, `make demo` installs only
 # those that it needs. All other targets install all.
@@ -41,7 +41,7 @@ test-jobs:
 	$(BIN)/python -m pytest $(JOBS) -m "not slow" --reruns 1 --durations=25
 
 test-rest:
-	$(BIN)/python -m pytest tests $(addprefix --ignore=,$(JOBS)) -m "not slow" --reruns 1 --durations=25
+	$(BIN)/python -m pytest tests $(addprefix --ignore=,$(JOBS) tests/clients) -m "not slow" --reruns 1 --durations=25
 
 # Ray on this host: static and elastic jobs, estimators, killed nodes. `test` runs the short tests
 # of it.
@@ -164,6 +164,21 @@ TABLE_JARS := io.delta:delta-spark_4.1_2.13:4.4.0 $(addsuffix :4.4.0,$(addprefix
 io.unitycatalog:unitycatalog-client:0.6.0 org.apache.iceberg:iceberg-spark-runtime-4.1_2.13:1.12.0
 .tools/table-jars/ready: Makefile
 	for jar in $(TABLE_JARS); do mvn -q -B dependency:copy -Dartifact=$$jar -DoutputDirectory=$(CURDIR)/$(@D) || exit 1; done
+	touch $@
+
+# Programs of others that use Horovod, from the package index. They run unchanged on the drop-in, on
+# small models with random weights. Each has an environment with its versions of everything, of 2 to
+# 6 GB, which shares its files with uv's cache. At most half an hour.
+CLIENTS := synapseml mlrun mlrun-keras kfmpi deepmd itwinai
+test-clients: bytecode $(CLIENTS:%=.tools/clients/%/ready)
+	for client in $(CLIENTS); do \
+	$(BIN)/uv pip install --quiet --no-deps --reinstall --python .tools/clients/$$client/bin/python dist/farandole*.whl || exit 1; done
+	$(BIN)/python -m pytest tests/clients --durations=20
+
+.tools/clients/%/ready: tests/clients/requirements/%.txt | $(VENV)/.packages
+	$(PYTHON) -m venv --without-pip --clear $(@D)
+	$(BIN)/uv pip install --quiet --no-deps --python $(@D)/bin/python -r $<
+	$(BIN)/uv cache prune --quiet
 	touch $@
 
 # MXNet is retired. It has its own environment, because its last wheel needs a NumPy that is too old

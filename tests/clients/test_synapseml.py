@@ -5,10 +5,13 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
-from tests.clients.environments import described, run_program
+from tests.clients.environments import client_variables, described, run_program, run_words
+from tests.pages import blocks_of
+from tests.programs import program_path
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -21,14 +24,15 @@ NEEDED = {
 
 
 def run_patched(name, folder, patches):
-    return run_program(
-        "synapseml",
-        name,
-        folder,
-        PYTHONPATH=str(PATCHED),
-        CLIENT_PATCHES=",".join(patches),
-        TORCH_HOME=str(folder / "torch"),
-    )
+    return run_program("synapseml", name, folder, **patched_variables(folder, patches))
+
+
+def patched_variables(folder, patches):
+    return {
+        "PYTHONPATH": str(PATCHED),
+        "CLIENT_PATCHES": ",".join(patches),
+        "TORCH_HOME": str(folder / "torch"),
+    }
 
 
 @pytest.mark.parametrize(
@@ -57,6 +61,23 @@ def test_each_patch_is_needed(tmp_path, name, without):
 
 def test_no_patch_is_listed_that_no_program_needs():
     assert {patch for patches in NEEDED.values() for patch in patches} == set(listed_patches())
+
+
+def test_the_notebook_of_the_page_about_moving_runs(tmp_path):
+    text = next(
+        block.text
+        for block in blocks_of("docs/moving.md")
+        if block.kind == "python" and "synapse.ml" in block.text
+    )
+    page = tmp_path / "page.py"
+    begin = program_path(__file__, "synapseml_page").read_text()
+    text = text.replace("bert-base-uncased", str(tmp_path / "tiny"))
+    page.write_text(begin + text.replace("/tmp/farandole", str(tmp_path / "store")))
+    env = patched_variables(tmp_path, NEEDED["synapseml_text"])
+    env["PYTHONPATH"] += os.pathsep + str(program_path(__file__, "synapseml_text").parent)
+    done = run_words(["python", str(page), str(tmp_path)], client_variables("synapseml", **env))
+    assert done.returncode == 0, described(done)
+    assert "|prediction|" in done.stdout, described(done)
 
 
 def listed_patches():

@@ -25,7 +25,11 @@ EXECUTED: Final[dict[tuple[str, str], dict[str, set[int]]]] = {
         "tests/spark/test_pages.py": {0},
         "tests/parallel/test_guide_pages.py": {1},
     },
-    ("docs/moving.md", "python"): {"tests/parallel/test_guide_pages.py": {0}},
+    ("docs/moving.md", "python"): {
+        "tests/parallel/test_guide_pages.py": {0},
+        "tests/spark/test_pages.py": {1, 2},
+        "tests/clients/test_synapseml.py": {3},
+    },
     ("docs/spark/keras.md", "python"): {"tests/spark/test_pages.py": {0}},
     ("docs/spark/plugin.md", "python"): {"tests/spark/test_pages.py": {0}},
     ("docs/spark/running.md", "python"): {"tests/spark/test_pages.py": {0}},
