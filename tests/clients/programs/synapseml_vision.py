@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""SynapseML's DeepVisionClassifier on a small network with random weights: fit, transform, save,
+"""SynapseML's DeepVisionClassifier on a ResNet with random weights: fit, transform, save,
 load.
 
 SynapseML asks torchvision for pretrained weights. torchvision takes them from the directory of its
@@ -16,15 +16,15 @@ from horovod.spark.common.store import LocalStore
 from PIL import Image
 from pyspark.sql import SparkSession
 from synapse.ml.dl import DeepVisionClassifier, DeepVisionModel
-from torchvision.models import SqueezeNet1_1_Weights, squeezenet1_1
+from torchvision.models import ResNet18_Weights, resnet18
 
 
 def put_random_weights():
     torch.manual_seed(0)
     folder = Path(os.environ["TORCH_HOME"]) / "hub" / "checkpoints"
     folder.mkdir(parents=True)
-    name = SqueezeNet1_1_Weights.IMAGENET1K_V1.url.rpartition("/")[2]
-    torch.save(squeezenet1_1(weights=None).state_dict(), folder / name)
+    name = ResNet18_Weights.IMAGENET1K_V1.url.rpartition("/")[2]
+    torch.save(resnet18(weights=None).state_dict(), folder / name)
 
 
 def make_images(folder):
@@ -34,7 +34,7 @@ def make_images(folder):
         label = number % 2
         shade = 120 + 5 * number
         path = folder / f"{number}.png"
-        Image.new("RGB", (40, 40), (shade, 0, 0) if label else (0, 0, shade)).save(path)
+        Image.new("RGB", (72, 72), (shade, 0, 0) if label else (0, 0, shade)).save(path)
         rows.append((str(path), label))
     return rows
 
@@ -52,21 +52,20 @@ if __name__ == "__main__":
     )
     frame = spark.createDataFrame(make_images(folder / "images"), ["image", "label"])
     classifier = DeepVisionClassifier(
-        backbone="squeezenet1_1",
+        backbone="resnet18",
         num_classes=2,
         additional_layers_to_train=1,
-        input_shapes=[[-1, 3, 32, 32]],
+        input_shapes=[[-1, 3, 64, 64]],
         num_proc=2,
         use_gpu=False,
         store=LocalStore(str(folder / "store")),
-        batch_size=6,
-        epochs=12,
+        batch_size=4,
+        epochs=20,
         validation=0.25,
         verbose=0,
     )
+    # A saved estimator cannot be loaded, also with Horovod: its class needs arguments.
     classifier.write().overwrite().save(str(folder / "classifier"))
-    loaded = DeepVisionClassifier.load(str(folder / "classifier"))
-    assert loaded.getBackbone() == "squeezenet1_1"
     fitted = classifier.fit(frame)
     assert type(fitted) is DeepVisionModel
     found = predictions(fitted.transform(frame))
