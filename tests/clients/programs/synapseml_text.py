@@ -24,7 +24,7 @@ def make_checkpoint(folder):
         num_hidden_layers=1,
         num_attention_heads=2,
         intermediate_size=16,
-        max_position_embeddings=16,
+        max_position_embeddings=128,
     )
     BertForSequenceClassification(config).save_pretrained(folder)
     return str(folder)
