@@ -10,7 +10,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 # Spark's Python workers use this environment.
 export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 
-.PHONY: demo test test-jobs test-rest test-spark test-storage test-launch test-scale test-trust trust-soaks trust-rest test-ray chaos packages tensorflow-ops test-faults test-parity test-readers loom fuzz sanitize lint bench gpu-check shim viewer test-ui screenshots wheel install bytecode tools deny docs links size release release-again clean
+.PHONY: demo test test-jobs test-rest test-spark test-storage test-launch test-scale test-trust trust-soaks trust-rest test-ray chaos packages tensorflow-ops test-faults test-parity test-readers test-clients loom fuzz sanitize lint bench gpu-check shim viewer test-ui screenshots wheel install bytecode tools deny docs links size release release-again clean
 
 # Packages that the wheel is built and used with. In a new environment, `make demo` installs only
 # those that it needs. All other targets install all.
@@ -166,12 +166,27 @@ io.unitycatalog:unitycatalog-client:0.6.0 org.apache.iceberg:iceberg-spark-runti
 	for jar in $(TABLE_JARS); do mvn -q -B dependency:copy -Dartifact=$$jar -DoutputDirectory=$(CURDIR)/$(@D) || exit 1; done
 	touch $@
 
+# Programs of others that use Horovod, from the package index. They run unchanged on the drop-in, on
+# small models with random weights. Each has an environment with its versions of everything, of 2 to
+# 6 GB, which shares its files with uv's cache. At most half an hour.
+CLIENTS := synapseml mlrun mlrun-keras kfmpi deepmd itwinai
+test-clients: bytecode .tools/petastorm/ready $(CLIENTS:%=.tools/clients/%/ready)
+	for client in $(CLIENTS); do \
+	$(BIN)/uv pip install --quiet --no-deps --reinstall --python .tools/clients/$$client/bin/python dist/farandole*.whl || exit 1; done
+	$(BIN)/python -m pytest tests/clients --durations=20
+
 # The real petastorm, which tests compare farandole-petastorm with. Its reader needs a pyarrow and a
 # NumPy of 2022. It uses the torch, TensorFlow and Spark of the main environment.
 .tools/petastorm/ready: tests/clients/requirements/petastorm.txt $(VENV)/.packages
 	$(PYTHON) -m venv --without-pip --clear $(@D)
 	$(BIN)/uv pip install --quiet --no-deps --python $(@D)/bin/python -r $<
 	echo "import site; site.addsitedir('`echo $(CURDIR)/$(VENV)/lib/python*/site-packages`')" > `echo $(@D)/lib/python*/site-packages`/shared.pth
+	touch $@
+
+.tools/clients/%/ready: tests/clients/requirements/%.txt | $(VENV)/.packages
+	$(PYTHON) -m venv --without-pip --clear $(@D)
+	$(BIN)/uv pip install --quiet --no-deps --python $(@D)/bin/python -r $<
+	$(BIN)/uv cache prune --quiet
 	touch $@
 
 # MXNet is retired. It has its own environment, because its last wheel needs a NumPy that is too old

@@ -27,7 +27,9 @@ EXECUTED: Final[dict[tuple[str, str], dict[str, set[int]]]] = {
     },
     ("docs/moving.md", "python"): {
         "tests/parallel/test_guide_pages.py": {0},
-        "tests/spark/test_petastorm_converter.py": {1, 2},
+        "tests/spark/test_pages.py": {1, 2},
+        "tests/clients/test_synapseml.py": {3},
+        "tests/spark/test_petastorm_converter.py": {4, 5},
     },
     ("docs/spark/keras.md", "python"): {"tests/spark/test_pages.py": {0}},
     ("docs/spark/plugin.md", "python"): {"tests/spark/test_pages.py": {0}},

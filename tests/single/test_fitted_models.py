@@ -97,6 +97,43 @@ def test_a_subclass_decides_backend_optimizer_and_model(tmp_path):
     assert fitted.getSignature()[0]["columns"] == ["x"]
 
 
+class PredictionParams(Params):
+    """Accessors that clients mix in after Horovod's class, which has none of these names."""
+
+    prediction_col = Param(Params._dummy(), "prediction_col", "column of the class")
+
+    def __init__(self):
+        super().__init__()
+        self._setDefault(prediction_col="prediction")
+
+    def setPredictionCol(self, value):  # noqa: N802
+        return self._set(prediction_col=value)
+
+    def getPredictionCol(self):  # noqa: N802
+        return self.getOrDefault(self.prediction_col)
+
+    def getThresholds(self):  # noqa: N802
+        return "of the client"
+
+
+@pytest.mark.parametrize("kind", [TorchModel, LightningModel, TorchEstimator, LightningEstimator])
+def test_accessors_that_a_subclass_mixes_in_are_those_of_the_mixed_in_class(kind):
+    class Client(kind, PredictionParams):
+        pass
+
+    class Derived(Client):
+        pass
+
+    for client in (Client(), Derived()):
+        assert client.getPredictionCol() == "prediction"
+        assert client.setPredictionCol("mine").getPredictionCol() == "mine"
+        assert client.getThresholds() == "of the client"
+        # Farandole's parameters of these names are what they were.
+        assert client.getOrDefault("predictionCol") is None
+        assert client.setProbabilityCol("p").getProbabilityCol() == "p"
+    assert kind().getPredictionCol() is None
+
+
 @pytest.mark.parametrize("kind", [TorchModel, LightningModel])
 def test_the_parameters_of_horovods_models_can_be_set(kind):
     model = kind(label_columns=["y"], _metadata={"y": {"shape": ()}}, optimizer="an optimizer")

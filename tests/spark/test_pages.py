@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The first examples of pages about Spark run.
 
-The pages are README.md, docs/start/index.md, and torch.md, keras.md, running.md and plugin.md of
-docs/spark, and transformers.md of docs/user-guide.
+The pages are README.md, docs/start/index.md, docs/moving.md, torch.md, keras.md, running.md and
+plugin.md of docs/spark, and transformers.md of docs/user-guide.
 """
 
 from __future__ import annotations
@@ -96,6 +96,21 @@ def test_the_first_example_of_the_page_about_running(tmp_path):
     called = next(line for line in script.splitlines() if line.startswith("farandole.spark.run("))
     script = script.replace(called, f"print({called.partition('  ')[0]})")
     assert "[0, 1, 2, 3]" in run(tmp_path, session, script)
+
+
+def test_a_notebook_with_horovod_runner_and_the_same_with_names_of_farandole(tmp_path):
+    session = (
+        "from pyspark.sql import SparkSession\n"
+        'SparkSession.builder.master("local[2]").getOrCreate()\n'
+    )
+    said = run(tmp_path, session, block("docs/moving.md", 1), block("docs/moving.md", 2))
+    lines = said.splitlines()
+    messages = [line.partition(", loss ") for line in lines if ", loss " in line]
+    assert [message[0] for message in messages[:2]] == ["world size 1", "world size 2"]
+    assert all(float(message[2]) < 0.01 for message in messages)
+    results = [float(line) for line in lines if line.replace(".", "").replace("e-", "").isdigit()]
+    assert len(results) == 4
+    assert max(results) < 0.01
 
 
 def test_the_example_of_the_page_about_the_plugin(tmp_path):

@@ -204,7 +204,7 @@ def test_the_files_of_a_converter_go_with_its_process(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("number", [4, 5])
 def test_the_notebooks_of_the_page_train(tmp_path, number):
     page = [block for block in blocks_of("docs/moving.md") if block.kind == "python"]
     script = page[number].text.replace("/dbfs/tmp/cache", str(tmp_path / "cache"))

@@ -10,5 +10,6 @@ from farandole.runner.errors import FarandoleJobError
 from farandole.spark import conf
 from farandole.spark.runner import run, run_elastic
 from farandole.spark.shim import plugin
+from farandole.spark.torch_distributor import TorchDistributor
 
-__all__ = ["FarandoleJobError", "conf", "plugin", "run", "run_elastic"]
+__all__ = ["FarandoleJobError", "TorchDistributor", "conf", "plugin", "run", "run_elastic"]

@@ -418,13 +418,13 @@ class FarandoleEstimator(ClassificationParams, EstimatorHooks, Estimator[Any]):
             )
         self._validation_split()  # refuses what does not go together
         columns = self._requested_class_columns() | (
-            {} if self.getThresholds() is None else {"thresholds": ""}
+            {} if self.getOrDefault("thresholds") is None else {"thresholds": ""}
         )
         if columns:
             form = require_output_form(
                 next(iter(columns)), self._output_form(), self.getLabelCols()
             )
-            refuse_class_columns_for_values(columns, form, self.getThresholds())
+            refuse_class_columns_for_values(columns, form, self.getOrDefault("thresholds"))
         weights = self.getLossWeights()
         if weights is not None and len(weights) != len(self.getLabelCols()):
             raise ValueError(
@@ -644,7 +644,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorHooks, Estimator[Any]):
         """Returns the form of the model's only output: the set form, or else the form that the
         loss expects; `None` if it is unknown.
         """
-        return self.getOutputForm() or (
+        return self.getOrDefault("output_form") or (
             self._loss_output_form() if len(self.getLabelCols()) == 1 else None
         )
 

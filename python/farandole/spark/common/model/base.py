@@ -127,7 +127,7 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
 
         self._check_feature_columns(df)
         form, name = self._known_single_output_form("evaluate"), self.getLabelColumns()[0]
-        start = empty_sums(form, self.getThresholds())
+        start = empty_sums(form, self.getOrDefault("thresholds"))
         for part in self._collect_task_sums(
             df, name, start, sum_evaluated_rows, "farandole: evaluating a model"
         ):
@@ -206,7 +206,9 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
         repeats = argument_checks.check_whole_number("repeats", repeats)
         self._check_feature_columns(df)
         form, label = self._known_single_output_form("importance"), self.getLabelColumns()[0]
-        start = empty_sums(form, self.getThresholds(), by_score=metric == "area_under_roc")
+        start = empty_sums(
+            form, self.getOrDefault("thresholds"), by_score=metric == "area_under_roc"
+        )
         features = columns_of_features(
             [name for group in self._input_columns() for name in group], df.columns
         )
@@ -277,7 +279,7 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
                 self._feature_encoding().fill, self.getLearned()
             ),
             "outputs": model_summary.describe_outputs(
-                self.getOutputCols(), outputs, self.getOutputForm(), self.getClasses()
+                self.getOutputCols(), outputs, self.getOrDefault("output_form"), self.getClasses()
             ),
             "layers": model_summary.describe_layers(self._layer_summaries()),
         }
@@ -352,7 +354,7 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
         for numbers.
         """
         labels = self.getLabelColumns() or [""]
-        return self.getClassNames() or self.getCategories().get(labels[0])
+        return self.getOrDefault("class_names") or self.getCategories().get(labels[0])
 
     def _label_encoding(self) -> ColumnEncoding:
         """Returns the encoding of labels that are categories."""
@@ -386,7 +388,7 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
         Raises:
             ValueError: the model has several, or its form is not known.
         """
-        return require_output_form(what, self.getOutputForm(), self.getLabelColumns())
+        return require_output_form(what, self.getOrDefault("output_form"), self.getLabelColumns())
 
     def _create_predictor(self, dataset: DataFrame) -> BatchPredictor:
         """Returns the object that predicts in tasks.
@@ -482,14 +484,16 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
             return None
         form, label = self._known_single_output_form(next(iter(columns))), self.getLabelColumns()[0]
         categories = self.getCategories().get(label)
-        refuse_class_columns_for_values(columns, form, self.getThresholds())
+        refuse_class_columns_for_values(columns, form, self.getOrDefault("thresholds"))
         classes = categories if "labelIndexCol" in columns and categories else self.getClasses()
         if "labelIndexCol" in columns:
             check_columns_present(ColumnRoles((), (label,)), dataset.columns, "DataFrame")
         return AddedClassColumns(
             columns=tuple(columns.items()),
             form=form,
-            thresholds=None if self.getThresholds() is None else tuple(self.getThresholds()),
+            thresholds=None
+            if self.getOrDefault("thresholds") is None
+            else tuple(self.getOrDefault("thresholds")),
             classes=None if classes is None else tuple(classes),
             label=dataset.columns.index(label) if label in dataset.columns else None,
             indexed=categories is not None,

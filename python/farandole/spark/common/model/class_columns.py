@@ -108,6 +108,24 @@ class ClassificationParams(DeclaredParams):
         default=None,
     )
 
+    def __init_subclass__(cls, **more: Any) -> None:
+        """Prefers accessors that a subclass mixes in to those of this class.
+
+        Horovod's classes have no parameters in Spark ML's manner, so a subclass of theirs may get
+        `getPredictionCol` from a class that comes after Horovod's in its bases.
+        """
+        super().__init_subclass__(**more)
+        own = {
+            name: method
+            for name, method in vars(ClassificationParams).items()
+            if name.startswith(("get", "set"))
+        }
+        mixed_in = [base for base in cls.__mro__ if not issubclass(base, DeclaredParams)]
+        for base in mixed_in:
+            for name in own.keys() & vars(base).keys():
+                if getattr(cls, name) is own[name]:
+                    setattr(cls, name, vars(base)[name])
+
     def setThreshold(self, value: float) -> Self:
         """Predicts the second of two classes from this probability on.
 
