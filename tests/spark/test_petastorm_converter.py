@@ -219,6 +219,7 @@ def test_the_notebooks_of_the_page_train(tmp_path, number):
         env={**os.environ, "PYSPARK_PYTHON": sys.executable},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    losses = [float(word) for word in done.stdout.split()]
-    assert len(losses) == 2
-    assert losses[0] == losses[1] < 0.1
+    losses = [float(word) for word in done.stdout.splitlines()[-1].split()]
+    assert len(losses) == (1 if number == 4 else 2)
+    assert max(losses) < 0.1
+    assert len(set(losses)) == 1
