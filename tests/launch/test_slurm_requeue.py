@@ -92,11 +92,18 @@ class BatchJob:
 
     def start_again(self, element: str = "") -> None:
         """Starts the job at once: Slurm waits two minutes until the credentials of the earlier
-        start have expired.
+        start have expired. It sets that time when the earlier start is cleaned up, which may be
+        after this call, so the call is repeated.
         """
-        name = f"JobId={self.number}{element}"
-        done = self.slurm.run("scontrol", "update", name, "StartTime=now")
-        assert done.status == 0, done.err
+
+        def has_started() -> bool:
+            if self.field("JobState", element) != "PENDING":
+                return True
+            name = f"JobId={self.number}{element}"
+            self.slurm.run("scontrol", "update", name, "StartTime=now")
+            return False
+
+        until(has_started, self.output(element), LIMIT)
 
 
 @pytest.fixture
@@ -108,20 +115,12 @@ def slurm() -> Iterator[slurms.Slurm]:
         yield running
 
 
-def test_slurms_warning_before_the_limit_requeues_the_job_once_and_it_continues(
-    slurm: slurms.Slurm,
-) -> None:
+def test_slurms_warning_before_the_limit_requeues_the_job_once(slurm: slurms.Slurm) -> None:
+    # The next test has the next start.
     job = BatchJob(slurm, SCRIPT)
     job.await_output("line-0: continues from step 0")
     job.await_output("got SIGUSR1")
-    committed = job.await_requeue()
-    assert committed > 0
-    job.end_training()
-    job.start_again()
-    job.await_output(f"line-0: {committed} steps")
-    until(lambda: job.field("JobState") == "COMPLETED", job.output(), LIMIT)
-    assert job.field("Restarts") == "1", "a job that has ended is not requeued"
-    assert f"line-0: continues from step {committed}" in job.output()
+    assert job.await_requeue() > 0
 
 
 def test_an_element_of_an_array_is_requeued_alone(slurm: slurms.Slurm) -> None:
