@@ -10,7 +10,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 # Spark's Python workers use this environment.
 export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 
-.PHONY: demo test test-jobs test-rest test-spark test-storage test-launch test-scale test-trust trust-soaks trust-rest test-ray chaos packages tensorflow-ops test-faults test-parity test-readers test-clients loom fuzz sanitize lint bench gpu-check shim viewer test-ui screenshots wheel install bytecode tools deny docs links size release release-again clean
+.PHONY: demo test test-jobs test-rest test-spark test-storage test-launch test-scale test-trust trust-soaks trust-rest test-ray chaos packages tensorflow-ops test-faults test-parity test-readers test-clients test-newest loom fuzz sanitize lint bench gpu-check shim viewer test-ui screenshots wheel install bytecode tools deny docs links size release release-again clean
 
 # Packages that the wheel is built and used with. In a new environment, `make demo` installs only
 # those that it needs. All other targets install all.
@@ -51,9 +51,16 @@ test-ray: bytecode
 # Jobs on several hosts (namespaces with a real sshd each), and jobs of other launchers. Needs root.
 # If a program is missing, its tests are skipped and a message names it. Then the slow tests of jobs
 # on this host, elastic ones too.
-test-launch: bytecode packages
+test-launch: bytecode packages .tools/kubeflow-trainer/ready
 	$(BIN)/python -m pytest tests/launch --reruns 1 --durations=10
 	$(BIN)/python -m pytest tests/launcher tests/parallel tests/elastic -m slow --reruns 1 --durations=10
+
+# The schemas of Kubeflow Trainer, from its Go module.
+.tools/kubeflow-trainer/ready: Makefile
+	mkdir -p $(@D)
+	cp `go mod download -json github.com/kubeflow/trainer/v2@v2.0.0 | sed -n 's/.*"Dir": "\(.*\)".*/\1/p'`/manifests/base/crds/trainer.kubeflow.org_*.yaml $(@D)
+	chmod u+w $(@D)/*.yaml
+	touch $@
 
 # An elastic job on four hosts (namespaces) under faults for 20 minutes. The report is
 # target/chaos.json. `make test` does the same for 100 s. FARANDOLE_CHAOS_SEED selects other faults.
@@ -189,6 +196,19 @@ test-clients: bytecode .tools/petastorm/ready $(CLIENTS:%=.tools/clients/%/ready
 	$(BIN)/uv cache prune --quiet
 	touch $@
 
+# The tests of one package on its newest version, also if that is a release candidate: make
+# test-newest PACKAGE=optuna. All other packages are those of the main environment.
+test-newest: bytecode .tools/newest-$(PACKAGE)/ready
+	.tools/newest-$(PACKAGE)/bin/python -m pip list | grep -i "^$(PACKAGE)"
+	.tools/newest-$(PACKAGE)/bin/python -m pytest `$(BIN)/python docs/version_calendar.py tests $(PACKAGE)` \
+	-m "not slow" --reruns 1 --durations=10
+
+.tools/newest-%/ready: $(VENV)/.packages
+	$(PYTHON) -m venv --without-pip --clear $(@D)
+	echo "import site; site.addsitedir('`echo $(CURDIR)/$(VENV)/lib/python*/site-packages`')" > `echo $(@D)/lib/python*/site-packages`/shared.pth
+	$(BIN)/uv pip install --quiet --prerelease=allow --upgrade --python $(@D)/bin/python "`$(BIN)/python docs/version_calendar.py requirement $*`"
+	touch $@
+
 # MXNet is retired. It has its own environment, because its last wheel needs a NumPy that is too old
 # for everything else.
 test-mxnet: install .tools/mxnet/bin/mxnet-is-here
@@ -270,6 +290,7 @@ bench: install
 	$(BIN)/python bench/spark_run.py
 	$(BIN)/python bench/spark.py
 	$(BIN)/python bench/spark_rows.py
+	$(BIN)/python bench/metrics.py
 	$(BIN)/python bench/launch.py
 	$(BIN)/python bench/tuning.py
 

@@ -8,14 +8,15 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use farandole::launcher::StopLevel;
+use farandole::launcher::{StopLevel, SuspensionRequest};
 use farandole::telemetry::WorkerMetric;
 use farandole_cli::{
-    EmbeddingInterpreter, JobViewer, PythonDistribution, PythonInstallation as Interpreter,
+    EmbeddingInterpreter, JobViewer, JobViewerOptions, PythonDistribution,
+    PythonInstallation as Interpreter,
 };
 use pyo3::exceptions::{PyException, PySystemExit};
 use pyo3::prelude::*;
-use pyo3::types::PyBytes;
+use pyo3::types::{PyBytes, PyCFunction};
 
 /// Fills the submodule.
 pub(crate) fn register_submodule(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -78,6 +79,17 @@ impl EmbeddingInterpreter for EmbeddingPythonInterpreter {
         })
     }
 
+    fn watch_suspension_signal(&self, request: SuspensionRequest) -> Result<(), String> {
+        Python::attach(|py| {
+            let handler = PyCFunction::new_closure(py, None, None, move |_, _| {
+                request.request_suspension();
+            })?;
+            let signal = py.import("signal")?;
+            signal.call_method1("signal", (signal.getattr("SIGUSR1")?, handler)).map(drop)
+        })
+        .map_err(|error: PyErr| error.to_string())
+    }
+
     fn call_python_main(&self, module: &str, words: &[String]) -> Result<i32, String> {
         Python::attach(|py| {
             let called = py
@@ -94,16 +106,13 @@ impl EmbeddingInterpreter for EmbeddingPythonInterpreter {
         })
     }
 
-    fn open_viewer(
-        &self,
-        store: Option<&str>,
-        name: &str,
-        ranks: u32,
-    ) -> Result<Arc<dyn JobViewer>, String> {
+    fn open_viewer(&self, options: &JobViewerOptions<'_>) -> Result<Arc<dyn JobViewer>, String> {
+        let JobViewerOptions { shows_run, store, metrics_address, name, ranks } = *options;
         Python::attach(|py| {
+            let arguments = (store, name, ranks, shows_run, metrics_address);
             let made = py
                 .import("farandole.runner.show.function_runs")
-                .and_then(|module| module.call_method1("JobRunReporter", (store, name, ranks)));
+                .and_then(|module| module.call_method1("JobRunReporter", arguments));
             let made = made.map_err(|error| error.to_string())?;
             Ok(Arc::new(PythonRunWatch {
                 object: made.unbind(),

@@ -23,6 +23,7 @@ mod images;
 mod interruptible_wait;
 mod launcher;
 mod logging;
+mod metrics;
 mod prepare;
 mod reader;
 mod registrar;
@@ -52,6 +53,7 @@ const NATIVE_SUBMODULES: &[(&str, RegisterSubmoduleFn)] = &[
     ("images", images::register_submodule),
     ("launcher", launcher::register_submodule),
     ("logging", logging::register_submodule),
+    ("metrics", metrics::register_submodule),
     ("prepare", prepare::register_submodule),
     ("reader", reader::register_submodule),
     ("registrar", registrar::register_submodule),

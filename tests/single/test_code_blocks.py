@@ -51,6 +51,7 @@ EXECUTED: Final[dict[tuple[str, str], dict[str, set[int]]]] = {
     ("docs/user-guide/moving-from-horovod.md", "python"): {
         "tests/parallel/test_guide_pages.py": {0}
     },
+    ("docs/user-guide/metrics.md", "sh"): {"tests/launcher/test_run_metrics.py": {0, 1}},
     ("docs/user-guide/operations.md", "python"): {"tests/parallel/test_guide_pages.py": {0, 1}},
     ("docs/user-guide/preparing-data.md", "python"): {
         "tests/single/test_data_pages.py": {0, 1, 2, 3, 4}
@@ -69,6 +70,8 @@ EXECUTED: Final[dict[tuple[str, str], dict[str, set[int]]]] = {
         "tests/launch/test_started.py": {0, 1},
     },
     ("docs/user-guide/running/other-launchers.md", "sh"): {"tests/launch/test_started.py": {1}},
+    ("docs/user-guide/running/requeue.md", "bash"): {"tests/launch/test_slurm_requeue.py": {0, 1}},
+    ("docs/user-guide/running/requeue.md", "python"): {"tests/launch/test_slurm_requeue.py": {0}},
     ("docs/user-guide/timeline.md", "python"): {"tests/parallel/test_guide_pages.py": {1}},
     ("docs/user-guide/torch.md", "python"): {"tests/launcher/test_script_pages.py": {0}},
     ("docs/user-guide/transformers.md", "python"): {"tests/launcher/test_transformers.py": {0}},

@@ -6,11 +6,14 @@ exist.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import tomllib
 from pathlib import Path
 from urllib.parse import urlsplit
+
+import yaml
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -105,7 +108,7 @@ def test_the_table_of_versions_has_the_bounds_of_the_package():
         for one in extra
     }
     names = {"PyTorch": "torch", "Python": None, "Linux, x86-64": None, "Linux, aarch64": None}
-    page = (DOCS / "versions.md").read_text().split("## Version numbers")[0]
+    page = (DOCS / "versions.md").read_text().split("### Calendar")[0]
     rows = dict(re.findall(r"^\| ([A-Z][\w ,-]+?) \| ([\w. ]+?) \|", page, re.MULTILINE))
     assert project["requires-python"] == f">={rows['Python']}"
     bounds = {name: f">={rows[name]}" for name in rows if names.get(name, name) is not None}
@@ -116,21 +119,27 @@ def test_the_table_of_versions_has_the_bounds_of_the_package():
     } == {}
 
 
-def test_the_page_of_versions_has_the_targets_with_other_versions_of_spark():
-    rules = re.findall(r"^(test[\w-]*):(?!=)(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    versions = {
-        target: re.findall(r"\.tools/pyspark-([\d.]+)/ready", needed) for target, needed in rules
-    }
-    nightly = re.findall(r"[\w-]+", (ROOT / ".github/workflows/nightly.yml").read_text())
-    wanted = [
-        (target, ", ".join(sorted(found)), "nightly" if target in nightly else "by hand")
-        for target, found in sorted(versions.items())
-        if found
-    ]
-    page = (DOCS / "versions.md").read_text()
-    rows = re.findall(r"^\| `make (test[\w-]*)` \| ([\d., ]+) \| (.+) \|$", page, re.MULTILINE)
-    assert len(wanted) == 3
-    assert rows == wanted
+def load_version_calendar():
+    """The module docs/version_calendar.py, whose directory is no package."""
+    spec = importlib.util.spec_from_file_location("calendar", DOCS / "version_calendar.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_of_versions_has_the_tables_that_the_tests_make():
+    calendar = load_version_calendar()
+    page = calendar.PAGE.read_text()
+    written = page.split(f"{calendar.BEGIN}\n\n")[1].split(f"\n{calendar.END}")[0]
+    assert written == calendar.version_tables()
+    assert "| PySpark | 3.5 | newest: `test` | 3.5, 4.0, newest: `test-spark`; " in written
+
+
+def test_the_nightly_run_tries_each_package_of_the_page_on_its_newest_version():
+    calendar = load_version_calendar()
+    nightly = yaml.safe_load((ROOT / ".github/workflows/nightly.yml").read_text())
+    tried = nightly["jobs"]["newest"]["strategy"]["matrix"]["package"]
+    assert sorted(tried) == sorted(calendar.PACKAGES.values())
 
 
 def test_the_specifications_state_the_versions_of_the_sources():

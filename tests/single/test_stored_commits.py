@@ -144,6 +144,38 @@ def test_a_store_that_fails_causes_warnings_and_fails_only_the_end(
     assert "could not be written" in caplog.text
 
 
+def test_progress_is_another_content_than_that_of_the_commit_before(hvd, tmp_path):
+    def stored(until):
+        state = made(hvd, 1)
+        state.save_to(str(tmp_path), "digits")
+        training(hvd, until=until)(state)
+        return state._stored_commits
+
+    assert stored(4).has_progressed(), "the first commit of a run"
+    # It has nothing to do, and writes nothing.
+    assert not stored(4).has_progressed()
+    assert stored(6).has_progressed()
+
+
+def test_an_equal_state_is_no_progress_although_its_archive_has_other_bytes(hvd, tmp_path):
+    state = made(hvd, 1)
+    state.save_to(str(tmp_path), "digits")
+    training(hvd, until=4)(state)
+    again = made(hvd, 2)
+    again.save_to(str(tmp_path), "digits")
+
+    @hvd.elastic.run
+    def commit_only(state):
+        state.commit()
+
+    commit_only(again)
+    assert not again._stored_commits.has_progressed()
+    again.step += 1
+
+    commit_only(again)
+    assert again._stored_commits.has_progressed()
+
+
 def test_the_commit_before_takes_the_place_of_a_damaged_one(hvd, tmp_path):
     state = made(hvd, 1)
     state.save_to(str(tmp_path), "digits")

@@ -7,13 +7,22 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use farandole::launcher::StopLevel;
+use farandole::launcher::{StopLevel, SuspensionRequest};
 use farandole::telemetry::WorkerMetric;
 
 /// The interpreter of the process that contains this command.
 pub trait EmbeddingInterpreter {
     /// Returns the stop level that signals have requested so far.
     fn requested_stop_level(&self) -> StopLevel;
+
+    /// Makes the request at each SIGUSR1 from now on.
+    ///
+    /// # Errors
+    /// A text about the exception.
+    fn watch_suspension_signal(&self, request: SuspensionRequest) -> Result<(), String> {
+        drop(request);
+        Err("there are no signal handlers here".to_owned())
+    }
 
     /// Returns the interpreter and its installed packages, without importing them.
     fn installation(&self) -> PythonInstallation;
@@ -31,23 +40,32 @@ pub trait EmbeddingInterpreter {
     /// A text about the exception, or that there is no such module.
     fn call_python_main(&self, module: &str, words: &[String]) -> Result<i32, String>;
 
-    /// Opens the run viewer on a store, or on the store of the current directory, and shows a job
-    /// of `ranks` processes in it.
+    /// Shows a job in the run viewer, and as metrics.
     ///
     /// # Errors
-    /// The reason why the viewer cannot be opened.
-    fn open_viewer(
-        &self,
-        store: Option<&str>,
-        name: &str,
-        ranks: u32,
-    ) -> Result<Arc<dyn JobViewer>, String> {
-        let _ = (store, name, ranks);
+    /// The reason why the job cannot be shown.
+    fn open_viewer(&self, options: &JobViewerOptions<'_>) -> Result<Arc<dyn JobViewer>, String> {
+        let _ = options;
         Err("there is no run viewer here".to_owned())
     }
 }
 
-/// Receives reports about a job for the run viewer. A failed report never fails the job.
+/// The ways in which a job is shown.
+#[derive(Clone, Copy, Debug)]
+pub struct JobViewerOptions<'a> {
+    /// Whether the run viewer shows it.
+    pub shows_run: bool,
+    /// The store of the run viewer; `None` for the store of the current directory.
+    pub store: Option<&'a str>,
+    /// The address that serves its metrics; empty for none.
+    pub metrics_address: &'a str,
+    /// Name of the job.
+    pub name: &'a str,
+    /// Number of processes.
+    pub ranks: u32,
+}
+
+/// Receives reports about a job for the run viewer and the metrics. A failed report never fails the job.
 pub trait JobViewer: Send + Sync {
     /// Returns the folder for the output of ranks, if the store is on this host.
     fn output_folder(&self) -> Option<PathBuf>;

@@ -48,7 +48,7 @@ mod timeline;
 mod ui;
 
 pub use embedding_interpreter::{
-    EmbeddingInterpreter, JobViewer, PythonDistribution, PythonInstallation,
+    EmbeddingInterpreter, JobViewer, JobViewerOptions, PythonDistribution, PythonInstallation,
 };
 
 /// Name of the drop-in command.

@@ -39,6 +39,10 @@ pub const JOB_VARIABLES: &[JobVariable] = &[
         doc: "Token that the stop file of a fit must contain. Then the fit ends in order.",
     },
     JobVariable {
+        name: "REQUEUE",
+        doc: "Set if the launcher requeues its batch job once its ranks have committed and ended.",
+    },
+    JobVariable {
         name: "KEYS_AT_DRIVER",
         doc: "Job whose driver has the secret of the store, and whether a worker can ask it.",
     },

@@ -369,6 +369,9 @@ knobs! {
     log_level: LogLevel = "warning", "LOG_LEVEL", Some("--log-level"), true;
     /// Omits the time at the beginning of lines that the engine writes to stderr.
     log_hide_time: bool = "0", "LOG_HIDE_TIME", None, true;
+    /// Address on which the driver of a job serves its metrics to Prometheus, under `/metrics`: a
+    /// port of the loopback, or `host:port`. Port 0 means any free port; the address is printed.
+    metrics: String = "", "METRICS", Some("--metrics"), false;
     /// Whether files of a store may be unpickled, which runs their code. Not set: refused when a
     /// run continues, allowed with a warning in `load(path)`. The option `allow_pickle` has
     /// priority.

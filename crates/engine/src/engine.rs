@@ -18,6 +18,7 @@ use parking_lot::Mutex;
 
 use self::inline_drive::InlineDriveBackoff;
 use crate::callbacks::CompletionCallback;
+use crate::collective_wait::count_collective_wait;
 use crate::devices::EngineDevices;
 use crate::process_set_registry::{ProcessSetRegistry, SetMembership};
 use crate::progress::EngineShared;
@@ -365,7 +366,9 @@ impl Engine {
         let now = Instant::now();
         // If the deadline cannot be represented, use one year.
         let deadline = now.checked_add(timeout).unwrap_or(now + Duration::from_secs(31_536_000));
-        self.inner.wait(handle, deadline)
+        let waited = self.inner.wait(handle, deadline);
+        count_collective_wait(now.elapsed());
+        waited
     }
 
     /// Returns the reason why the engine has stopped, or `None` while it accepts requests.

@@ -46,6 +46,7 @@
 
 mod background;
 mod callbacks;
+mod collective_wait;
 pub mod control_plane_model;
 mod devices;
 mod engine;
@@ -69,6 +70,7 @@ pub mod simulation {
 }
 
 pub use callbacks::CompletionCallback;
+pub use collective_wait::collective_wait;
 pub use engine::{Engine, EngineStatistics};
 pub use error::{Error, Result, StopCause};
 pub use farandole_negotiation::control_peers;

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use farandole_registrar::{JobEvent, Registrar, RegistrarOptions};
 use farandole_telemetry::RecordSink;
-use farandole_world::{TaskId, World};
+use farandole_world::{Generation, TaskId, World};
 
 use crate::agent::OutputTarget;
 use crate::agent_pool::AgentPool;
@@ -19,6 +19,7 @@ use crate::conductor::{
 use crate::elastic::host_watcher::{DiscoveredHosts, HostWatcher};
 use crate::error::{Error, Result};
 use crate::report::JobReport;
+use crate::suspension::{SUSPENSION_KEY, SuspensionRequest};
 use crate::worker_program::WorkerProgram;
 
 /// Interval at which the caller is asked whether to stop.
@@ -62,6 +63,9 @@ pub(crate) struct JobRun<'a> {
     discovered: DiscoveredHosts,
     /// Whether agents of this host are separate processes, which continue without this one.
     detached_agents: bool,
+    suspension: SuspensionRequest,
+    /// The world whose ranks can read the request.
+    suspended_generation: Option<Generation>,
 }
 
 pub(crate) fn job_start_error(source: farandole_registrar::Error) -> Error {
@@ -99,6 +103,8 @@ impl<'a> JobRun<'a> {
             watch,
             discovered: DiscoveredHosts::default(),
             detached_agents,
+            suspension: program.suspension.clone(),
+            suspended_generation: None,
         }
     }
 
@@ -175,11 +181,26 @@ impl<'a> JobRun<'a> {
             inputs.extend(self.agent_pool.take_agent_events(self.started_at));
             inputs.push(ConductorInput::StopWanted(stop_level()));
             self.advance_conductor(inputs);
+            self.publish_suspension();
         }
         // The last lines of workers on other hosts arrived before the reports of their ends.
         let last = self.take_registrar_events(Instant::now());
         self.advance_conductor(last);
         self.conductor.into_report()
+    }
+
+    /// Publishes the request for a suspension once in each world: the values of a world end with it.
+    fn publish_suspension(&mut self) {
+        if !self.suspension.is_requested() {
+            return;
+        }
+        let generation = self.conductor.world().map(|world| world.generation);
+        if generation.is_some()
+            && generation != self.suspended_generation
+            && self.registrar.publish_value(SUSPENSION_KEY, b"1").is_ok()
+        {
+            self.suspended_generation = generation;
+        }
     }
 
     /// Passes records on, and returns the other events of the registrar.

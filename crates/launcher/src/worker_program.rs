@@ -16,6 +16,7 @@ use crate::environment::forwarded_environment;
 use crate::error::{Error, Result};
 use crate::remote::RemoteTasks;
 use crate::shell::RemoteShell;
+use crate::suspension::SuspensionRequest;
 
 /// The program of every worker of a job, and the program that connects to other hosts.
 #[derive(Clone, Debug)]
@@ -38,6 +39,8 @@ pub struct WorkerProgram {
     /// Time for which workers continue without the launcher, which may be restarted; zero if it may
     /// not be.
     pub outage: Duration,
+    /// The request that the ranks commit and end, which the caller may make at any time.
+    pub suspension: SuspensionRequest,
     /// The configuration of this process.
     pub config: Config,
 }
@@ -58,6 +61,7 @@ impl WorkerProgram {
             python: String::new(),
             same_python: None,
             outage: Duration::ZERO,
+            suspension: SuspensionRequest::default(),
             config,
         }
     }

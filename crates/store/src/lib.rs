@@ -76,3 +76,4 @@ pub use options::{BackendOptions, configure_options, configured_options};
 pub use prepared_files::{find_foreign_file, is_prepared_part_name};
 pub use remote::object_store_options;
 pub use store::{DirectoryItem, Store, StoreUpload, reread_if_replaced};
+pub use store_operation::failed_store_attempts;

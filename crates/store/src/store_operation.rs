@@ -5,7 +5,7 @@
 //! that say when operations begin and end to wait for a service.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -154,8 +154,19 @@ pub(crate) fn current_operation() -> Option<Arc<StoreOperation>> {
     CURRENT_OPERATION.try_with(Arc::clone).ok()
 }
 
+// Of the process: metrics show the sum over all stores.
+static FAILED_ATTEMPTS: AtomicU64 = AtomicU64::new(0);
+
+/// Returns the number of requests that have failed and were to be repeated, in all stores since the
+/// process started.
+pub fn failed_store_attempts() -> u64 {
+    FAILED_ATTEMPTS.load(Ordering::Relaxed)
+}
+
 /// Records a failed attempt of the current operation, which is going to be repeated.
 pub(crate) fn note_failed_attempt(reason: &str) {
+    // The counter orders nothing else.
+    FAILED_ATTEMPTS.fetch_add(1, Ordering::Relaxed);
     // The error means that the request belongs to no operation, which is fine.
     CURRENT_OPERATION.try_with(|operation| operation.note_failure(reason)).unwrap_or_default();
 }

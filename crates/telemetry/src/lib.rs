@@ -5,7 +5,8 @@
 //! the timeline.
 //!
 //! Owns the types of log lines and metrics of workers (progress is a kind of metric), and the path
-//! of the events that other crates emit with `tracing` ([`log`]). It neither transports nor shows
+//! of the events that other crates emit with `tracing` ([`log`]), and the names of all metrics
+//! ([`metric_names`]). It neither transports nor shows
 //! records: `registrar` carries them, the command and the Python package show them.
 //!
 //! ```text
@@ -26,12 +27,15 @@
 
 #![deny(unsafe_code)]
 
+mod exposition;
 pub mod log;
+pub mod metric_names;
 mod nvtx;
 mod record;
 mod ring;
 mod timeline;
 
+pub use exposition::{EXPOSITION_CONTENT_TYPE, MetricSample, format_exposition};
 pub use nvtx::{NvtxDomain, NvtxRange};
 pub use record::{LogLine, OutputStream, PROGRESS_KIND, RecordSink, WorkerMetric, WorkerRecord};
 pub use ring::{BoundedRing, DrainedRecords, RingWeight};

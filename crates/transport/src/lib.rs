@@ -56,6 +56,7 @@ mod heartbeat_topology;
 mod link;
 #[cfg(feature = "_test-harness")]
 pub mod link_contract;
+mod link_traffic;
 pub mod loopback;
 mod mesh;
 mod mesh_state;
@@ -82,6 +83,7 @@ pub use frames::{
 };
 pub use heartbeat_topology::heartbeat_peers;
 pub use link::{Link, LinkKind, LinkReceiver, LinkSender, MESSAGE_ALIGNMENT};
+pub use link_traffic::sent_link_bytes;
 pub use mesh::{Mesh, MeshOptions, max_concurrent_dials};
 pub use parker::{Parker, Unparker, WakeReason};
 pub use peer_watch::loss_report_allowance;

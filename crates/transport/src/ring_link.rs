@@ -7,9 +7,10 @@ use std::sync::Arc;
 
 use farandole_shm::{ProcessDoorbell, RingConsumer, RingProducer};
 
+use crate::link_traffic::count_sent_bytes;
 use crate::peer_state::PeerState;
 use crate::ring_byte_budget::RingByteReservation;
-use crate::{LinkReceiver, LinkSender, Result};
+use crate::{LinkKind, LinkReceiver, LinkSender, Result};
 
 /// Reason of the loss when the peer dropped its half of the link.
 const LINK_CLOSED_REASON: &str = "it closed the link";
@@ -58,6 +59,7 @@ impl LinkSender for RingSender {
 
     fn commit(&mut self, bytes: usize) -> Result<()> {
         self.producer.commit(bytes).map_err(|error| self.peer.convert_shm_error(error))?;
+        count_sent_bytes(LinkKind::SharedMemory, bytes);
         ring_peer_doorbell(self.bell.as_deref(), &self.peer)
     }
 

@@ -12,9 +12,11 @@
 //! TOKEN/api/history.csv?run=..&run=..
 //! TOKEN/api/output?run=..&file=..   the end of a text that the run left
 //! TOKEN/api/timeline?run=..    the merged timeline that the run left
+//! TOKEN/metrics                the runs as metrics, for Prometheus
 //! ```
 
 use bytes::Bytes;
+use farandole_telemetry::EXPOSITION_CONTENT_TYPE;
 use hyper::http::StatusCode;
 use serde_json::{Value, json};
 use subtle::ConstantTimeEq as _;
@@ -26,6 +28,7 @@ use crate::error::{Error, Result};
 use crate::explain::explain_record;
 use crate::record;
 use crate::reply::ViewerReply;
+use crate::run_metrics::format_run_metrics;
 use crate::source::HISTORY_FILE;
 
 /// The page. It loads `viewer.js` and `viewer.css`.
@@ -76,6 +79,8 @@ impl ViewerSite {
             Some("api/history.csv") => self.answer_csv(query),
             Some("api/output") => self.answer_output(query),
             Some("api/timeline") => self.answer_timeline(query),
+            Some("metrics") => format_run_metrics(&self.catalog)
+                .map(|text| ViewerReply::new(EXPOSITION_CONTENT_TYPE, text)),
             Some(other) => Err(Error::Missing { what: other.to_owned() }),
         };
         answered.unwrap_or_else(|error| {

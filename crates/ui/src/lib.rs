@@ -36,6 +36,7 @@ mod explain;
 mod explained_location;
 mod record;
 mod reply;
+mod run_metrics;
 mod series;
 mod server;
 mod source;

@@ -49,7 +49,7 @@ const ALLOWED_DEPENDENCIES: &[(&str, &[&str])] = &[
     ("prepare", &["config", "store", "dataset"]),
     ("reader", &["world", "config", "shm", "store", "dataset"]),
     ("images", &[]),
-    ("ui", &["world", "store"]),
+    ("ui", &["world", "telemetry", "store"]),
     (
         "facade",
         &[

@@ -16,9 +16,11 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 import threading
+import zipfile
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -59,6 +61,9 @@ class StoredCommits:
         self._last_started = 0
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
+        self._written_contents: CommitContents | None = None
+        self.loaded_contents: CommitContents | None = None
+        """Contents of the commit from which this start of the job has continued."""
 
     @property
     def directory_url(self) -> str | None:
@@ -101,13 +106,24 @@ class StoredCommits:
         """
         return self._last_started == commits and self._failure is None
 
+    def has_progressed(self) -> bool:
+        """Returns whether a commit was written, and its contents differ from the commit from which
+        this start of the job has continued.
+        """
+        return self._written_contents not in (None, self.loaded_contents)
+
     def start_commit_write(
-        self, commits: int, pack: Callable[[], bytes], done: Callable[[], None]
+        self,
+        commits: int,
+        plain: dict[str, Any],
+        pack: Callable[[], bytes],
+        done: Callable[[], None],
     ) -> None:
         """Writes a commit in another thread.
 
         Args:
             commits: Its number.
+            plain: Its attributes that are no arrays or tensors.
             pack: Makes its bytes, there.
             done: Called there when the bytes are made, or could not be.
         """
@@ -122,6 +138,7 @@ class StoredCommits:
                 run = self._keyed_run_store()
                 self._lease.renew_or_raise()
                 run.write_checkpoint(run.checkpoint_filename, data)
+                self._written_contents = commit_contents(data, plain)
             except Exception as error:  # noqa: BLE001 - training continues; its end raises it
                 self._failure = error
                 _log.warning(
@@ -158,6 +175,36 @@ class StoredCommits:
         if self._remote.run_key is None and run_keys.must_request_key_from_driver():
             self._remote = replace(self._remote, run_key=run_keys.request_run_key(self.run_id))
         return self._remote
+
+
+CommitContents = tuple[str, tuple[tuple[int, int], ...]]
+"""Plain values of a commit as JSON, and checksum and size in bytes of each array or tensor."""
+
+_ARRAY_NAME: Final = re.compile(r"\d+\.npy|.+/data/\d+")
+"""Names in the archives of NumPy and torch."""
+
+
+def commit_contents(data: bytes, plain: dict[str, Any]) -> CommitContents:
+    """Returns the contents of a commit: equal for states that are equal. Only the archive's
+    directory is read, so this is quick.
+
+    Archives of equal states may differ in other bytes, such as in pickles.
+
+    Args:
+        data: Result of `_pack_commit` of a state, which is a zip archive.
+        plain: Attributes in it that are no arrays or tensors.
+
+    Raises:
+        BadZipFile: It is not an archive.
+    """
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        arrays = [
+            (part.CRC, part.file_size)
+            for part in archive.infolist()
+            if _ARRAY_NAME.fullmatch(part.filename)
+        ]
+    text = json.dumps(plain, sort_keys=True, default=lambda value: type(value).__name__)
+    return text, tuple(sorted(arrays))
 
 
 def pack_commit_archive(arrays: Sequence[Any], plain: dict[str, Any]) -> bytes:

@@ -9,16 +9,18 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import logging
 import queue
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, runtime_checkable
 
 from farandole._native import engine
-from farandole.common import basics, commits, termination_notices
+from farandole.common import basics, commits, suspension, termination_notices
 from farandole.common.commits import StoredCommits
 from farandole.common.exceptions import (
     FarandoleInternalError,
     FarandoleUsageError,
     HostsUpdatedInterrupt,
+    JobSuspended,
     WorkerDismissed,
 )
 from farandole.common.termination_notices import leave
@@ -26,9 +28,12 @@ from farandole.common.termination_notices import leave
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from farandole.common.suspension import SuspensionWatch
     from farandole.stores.store import Store
 
 _Result = TypeVar("_Result")
+
+_log = logging.getLogger("farandole")
 
 __all__ = [
     "HostUpdateResult",
@@ -55,6 +60,10 @@ class HostUpdateResult:
     mixed = removed | added
 
 
+_SUSPENSION = 4
+"""A further bit of `HostUpdateResult`: the launcher has requested the suspension of the job."""
+
+
 class State:
     """The state from which training continues: kept in memory, restored after a failure, broadcast
     from rank 0.
@@ -74,6 +83,9 @@ class State:
         self._stored_commits: StoredCommits | None = None
         self._is_writer = False
         """Whether this process was rank 0 at the last commit."""
+        self._is_committed = False
+        """Whether the present state was committed."""
+        self._suspension_watch: SuspensionWatch | None = None
         self._has_synced = False
 
     def save_to(self, store: Store | str, run_id: str, every: int = 1) -> None:
@@ -125,11 +137,19 @@ class State:
 
         Raises:
             HostsUpdatedInterrupt: On all ranks, if hosts were added or removed.
+            JobSuspended: On all ranks, if the launcher requeues its batch job.
         """
+        self._keep_commit()
+        self._is_committed = True
+        try:
+            self.check_host_updates()
+        finally:
+            self._is_committed = False
+
+    def _keep_commit(self) -> None:
         self.save()
         self._commits += 1
         self._write_commit_if_due()
-        self.check_host_updates()
 
     def check_host_updates(self) -> None:
         """Asks rank 0 whether the set of hosts has changed. Every rank calls this the same number
@@ -137,6 +157,7 @@ class State:
 
         Raises:
             HostsUpdatedInterrupt: On all ranks, if hosts were added or removed.
+            JobSuspended: On all ranks, if the launcher requeues its batch job.
         """
         for at, change in engine.host_changes():
             self.on_hosts_updated(at, change)
@@ -145,12 +166,81 @@ class State:
             timestamp, change = self._host_messages.get()
             if timestamp > latest:
                 latest, changes = timestamp, changes | change
+        watch = self._suspension_watch
+        if watch is not None and watch.is_requested():
+            changes |= _SUSPENSION
         previous, latest, changes = self._bcast_object(
             (self._last_updated_timestamp, latest, changes)
         )
         self._last_updated_timestamp = latest
+        if changes & _SUSPENSION and self._stored_commits is not None:
+            self._suspend_job(self._stored_commits)
         if latest > previous:
             raise HostsUpdatedInterrupt(changes == HostUpdateResult.removed)
+
+    def _suspend_job(self, stored: StoredCommits) -> NoReturn:
+        """Writes the present state to the store, reports that to the launcher, and ends the ranks
+        together.
+
+        Raises:
+            JobSuspended: The state is in the store.
+            OSError: Rank 0 could not write it; on other ranks `ValueError` with the same text.
+        """
+        if not self._is_committed:
+            self._keep_commit()
+
+        def write_and_report() -> None:
+            if self._rank() == 0:
+                self._is_writer = True
+                self._finish_commit_writes()
+                suspension.report_suspension(stored, self._commits)
+
+        # The others wait: a rank that ends early may have the launcher end rank 0.
+        self._run_on_rank_zero(write_and_report)
+        raise JobSuspended
+
+    def _run_on_rank_zero(self, call: Callable[[], object]) -> None:
+        """Calls a function, which acts on rank 0 only. If it fails there, all ranks raise an
+        error.
+
+        Raises:
+            ValueError: On other ranks than 0, with the text of the error there.
+        """
+        failure: Exception | None = None
+        try:
+            call()
+        except FarandoleInternalError:
+            raise
+        except Exception as error:  # noqa: BLE001 - raised below
+            failure = error
+        root_error = self._bcast_object(
+            None if failure is None else f"{type(failure).__name__} on rank 0: {failure}"
+        )
+        if failure is not None:
+            raise failure
+        if root_error is not None:
+            raise ValueError(root_error)
+
+    def _watch_for_suspension(self) -> None:
+        """Begins to follow requests of a launcher that requeues its batch job. Only rank 0 asks the
+        registrar, and informs the other ranks at the next commit.
+        """
+        if not suspension.may_be_suspended() or self._rank() != 0:
+            return
+        if self._stored_commits is None:
+            _log.warning(
+                "farandole run --requeue continues a job from its last commit in a store, and this "
+                "state has none: call its save_to(store, run_id), or the job is not requeued"
+            )
+            return
+        if self._suspension_watch is None:
+            self._suspension_watch = suspension.SuspensionWatch()
+            self._suspension_watch.start_thread()
+
+    def _end_suspension_watch(self) -> None:
+        if self._suspension_watch is not None:
+            self._suspension_watch.close()
+            self._suspension_watch = None
 
     def save(self) -> None:
         """Keeps the present state."""
@@ -178,7 +268,10 @@ class State:
     def _start_commit_write(self, stored: StoredCommits) -> None:
         lent = self._pin_commit()
         stored.start_commit_write(
-            self._commits, lambda: self._pack_commit(lent), self._unpin_commit
+            self._commits,
+            self._plain_values(lent),
+            lambda: self._pack_commit(lent),
+            self._unpin_commit,
         )
 
     def _finish_commit_writes(self) -> None:
@@ -223,22 +316,12 @@ class State:
         Raises:
             ValueError: On other ranks than 0, with the text of the error there.
         """
-        if self._stored_commits is None:
+        stored = self._stored_commits
+        if stored is None:
             return
-        failure: Exception | None = None
-        try:
-            self._load_commit_on_rank_zero(self._stored_commits)
-        except FarandoleInternalError:
-            raise
-        except Exception as error:  # noqa: BLE001 - raised below
-            failure = error
-        root_error = self._bcast_object(
-            None if failure is None else f"{type(failure).__name__} on rank 0: {failure}"
-        )
-        if failure is not None:
-            raise failure
-        if root_error is not None:
-            raise ValueError(root_error)
+        self._run_on_rank_zero(lambda: self._load_commit_on_rank_zero(stored))
+        # A later rank 0 must know it to see whether the job has progressed since.
+        stored.loaded_contents = self._bcast_object(stored.loaded_contents)
 
     def _load_commit_on_rank_zero(self, stored: StoredCommits) -> None:
         """Loads the state from the store on rank 0, if no rank of the world has the state. Rank 0
@@ -254,7 +337,9 @@ class State:
         if found is None:
             return
         try:
-            self._apply_commit(self._unpack_commit(found))
+            content = self._unpack_commit(found)
+            self._apply_commit(content)
+            stored.loaded_contents = commits.commit_contents(found, self._plain_values(content))
         except Exception as error:
             raise ValueError(
                 f"the commit of run {stored.run_id!r} cannot be taken into this state: choose "
@@ -290,6 +375,12 @@ class State:
 
     def _apply_commit(self, content: Any) -> None:
         """Applies the result of `_unpack_commit` to this state."""
+        raise NotImplementedError
+
+    def _plain_values(self, content: Any) -> dict[str, Any]:
+        """Returns the attributes that are no arrays, of a result of `_pin_commit` or
+        `_unpack_commit`.
+        """
         raise NotImplementedError
 
 
@@ -402,6 +493,10 @@ class ObjectState(State):
         self._apply_plain_values(plain)
         self._apply_arrays(arrays)
 
+    def _plain_values(self, content: Any) -> dict[str, Any]:
+        _, plain = content
+        return plain
+
     def _apply_arrays(self, arrays: list[Any]) -> None:
         """Takes over arrays that fit."""
 
@@ -463,6 +558,7 @@ def run_fn(func: Callable[..., _Result], reset: Callable[[], None]) -> Callable[
         while True:
             try:
                 state._load_commit_on_all_ranks()  # noqa: SLF001 - its own module's
+                state._watch_for_suspension()  # noqa: SLF001 - its own module's
                 # Always, also if hosts only left: if new workers joined as well, they would wait
                 # for workers that skip this.
                 state.sync()
@@ -504,6 +600,7 @@ def _with_stored_commits(state: State) -> Iterator[None]:
         raise
     finally:
         state._release_lease()  # noqa: SLF001 - its own module's
+        state._end_suspension_watch()  # noqa: SLF001 - its own module's
 
 
 def leave_and_join() -> None:

@@ -50,6 +50,18 @@ class WorkerDismissed(SystemExit):
         self.reason = reason
 
 
+class JobSuspended(SystemExit):
+    """The suspension of a job: its last commit is in the store, and the launcher starts it again
+    later.
+
+    `commit` and `check_host_updates` of a state raise it on all ranks. If it is not caught, the
+    process ends with code 0, and the launcher requeues its batch job.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
 HorovodInternalError = FarandoleInternalError
 """Horovod's name of `FarandoleInternalError`."""
 

@@ -426,7 +426,7 @@ class _GangRun(EventHandler):
         self.output.print_message(message)
         if self.seen.assigned:
             self.seen.lost = self.seen.lost or message
-        self.watcher.add_event(f"task {event.task}{who} was lost", event.text)
+        self.watcher.record_loss(f"task {event.task}{who} was lost", event.text)
         if event.task is not None:
             self.watcher.mark_worker_gone(event.task, "lost")
         if not self.seen.assigned and event.task is not None:

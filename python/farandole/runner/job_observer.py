@@ -85,6 +85,15 @@ class JobObserver:
             reason: Reason of the event, if known.
         """
 
+    def record_loss(self, event_text: str, reason: str | None) -> None:
+        """Receives the loss of a worker or a host, which is an event, too.
+
+        Args:
+            event_text: The worker or host in a few words.
+            reason: Reason of the loss, if known.
+        """
+        self.add_event(event_text, reason)
+
     def record_restart(self, reason: str) -> None:
         """Takes note that the job starts again after a failure.
 

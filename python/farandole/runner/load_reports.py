@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Load of a rank's host, process and GPU, from `/proc` and NVIDIA's management library.
+"""Load of a rank's host, process and GPU, from `/proc` and NVIDIA's management library, and its
+progress.
 
 If the driver shows the ranks, each worker sends its load every few seconds.
 """
@@ -16,6 +17,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from farandole.common.rank_progress import OWN_PROGRESS
 from farandole.runner import stall_events
 from farandole.runner.job_observer import EVENT_KIND, RANK_KIND, REPORTS_VARIABLE
 
@@ -174,6 +176,7 @@ def start_rank_reports() -> None:
         launcher.report_record(RANK_KIND, json.dumps(record).encode())
 
     _INTRODUCED_PID.append(os.getpid())
+    OWN_PROGRESS.measures_steps = True
     report_rank({"pid": os.getpid()})
     stall_events.forward_stall_reports(
         lambda event: launcher.report_record(EVENT_KIND, json.dumps(event).encode())
@@ -195,6 +198,6 @@ def start_load_reports(report_sample: Callable[[dict[str, Any]], object]) -> Non
                 time.sleep(REPORT_INTERVAL)
                 if _USED_GPU and not asked:
                     asked, gpu = True, NvmlGpu.find_gpu(_USED_GPU[0])
-                report_sample({"load": load.sample_load(gpu)})
+                report_sample({"load": load.sample_load(gpu)} | OWN_PROGRESS.take_report())
 
     threading.Thread(target=report_load, name="farandole-load", daemon=True).start()

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from farandole._native import store as native
+from farandole.common.rank_progress import OWN_PROGRESS
 from farandole.stores import checkpoint_signatures, durable_writes
 from farandole.stores.run_lease import RunInUseError
 
@@ -97,6 +98,7 @@ class RemoteStore:
             run = native.Store(self.run_path)
             self._require_driver_lease(run)
             self._write_signed_checkpoint(run, name, data, keeps=name == self.checkpoint_filename)
+            OWN_PROGRESS.note_checkpoint()
 
     def read_checkpoint(self, name: str) -> bytes | None:
         """Returns a checkpoint of the run, or `None`; a damaged one is named in a warning and not

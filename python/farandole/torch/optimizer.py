@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ import torch
 from farandole.common import basics
 from farandole.common.handles import member_ranks
 from farandole.common.process_sets import ProcessSet, global_process_set
+from farandole.common.rank_progress import OWN_PROGRESS
 from farandole.common.termination_notices import install_notice_handlers, is_elastic_worker
 from farandole.common.util import Adasum, Average, Sum, allows_rounded_sums, resolve_op_argument
 from farandole.torch._buckets import ReductionOptions
@@ -118,6 +120,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             ValueError: When ranks disagree about a gradient.
             FarandoleInternalError: When a peer failed or the session was shut down.
         """
+        waited = 0.0
         if self._tolerance is not None:
             result = self._fault_tolerant_step(closure)
         elif self._reducer is None or self._skips_synchronize or self._is_reduced_for_scaler():
@@ -134,8 +137,12 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                     "optimizer.synchronize() in your code.",
                     stacklevel=2,
                 )
+            began = time.perf_counter()
             self.synchronize()
+            waited = time.perf_counter() - began
             result = super().step()
+        if OWN_PROGRESS.measures_steps:
+            OWN_PROGRESS.end_step(time.perf_counter(), waited)
         self._synchronized = False
         self._was_reduced_for_scaler = False
         return result

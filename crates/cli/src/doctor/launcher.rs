@@ -4,8 +4,8 @@
 //! The way to launch a job from here: the batch system, its hosts, and the program that connects to
 //! them. Also shows the launcher of this process.
 
-use farandole::launcher::HostSlots;
 use farandole::launcher::allocation::{BatchAllocation, LaunchEnvironment, detect_allocation};
+use farandole::launcher::{HostSlots, recognize_cluster};
 use farandole::world::format_counted_noun;
 
 use super::page::DoctorPage;
@@ -40,6 +40,9 @@ pub(super) fn add_launcher_section(page: &mut DoctorPage, here: &dyn LaunchEnvir
                 "none: processes start on this host, or on those of -H and --hostfile",
             );
             page.add_line("reached by", "ssh");
+            if let Some(cluster) = recognize_cluster(here) {
+                page.add_line("cluster", &cluster.describe());
+            }
         }
         Err(error) => {
             page.add_line("launcher", &error.to_string());
@@ -181,6 +184,15 @@ mod tests {
         assert!(page.text.contains("launcher        none: "), "{}", page.text);
         assert!(page.text.contains("[X] ssh                     installed"), "{}", page.text);
         assert!(page.text.contains("this process    has no rank"), "{}", page.text);
+        assert_eq!(page.problems, Vec::<String>::new());
+    }
+
+    #[test]
+    fn a_cluster_that_names_no_hosts_has_an_advice() {
+        let page = page(&[("DATABRICKS_RUNTIME_VERSION", "17.3")], &["ssh"]);
+        let line = "cluster         this host is in a cluster of Databricks \
+                    (DATABRICKS_RUNTIME_VERSION): farandole.spark.run";
+        assert!(page.text.contains(line), "{}", page.text);
         assert_eq!(page.problems, Vec::<String>::new());
     }
 

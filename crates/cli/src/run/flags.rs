@@ -223,6 +223,12 @@ pub(crate) const RUN_FLAGS: &[RunFlag] = &[
         "Path or URL of that store; default: farandole-runs of the current directory",
     ),
     farandole_only_flag(
+        "requeue",
+        FlagValue::Nothing,
+        "In a batch job of Slurm: at SIGUSR1, have the ranks commit to their store and end, and put \
+         the job back into the queue if it has made progress",
+    ),
+    farandole_only_flag(
         "config-file",
         FlagValue::Text,
         "YAML file with Horovod's keys, and any setting under `farandole`; flags have priority",

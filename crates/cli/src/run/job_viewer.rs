@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! `farandole run --ui`: reports the events of a job to the run viewer.
+//! `farandole run --ui` and `--metrics`: reports the events of a job to the run viewer, and as
+//! metrics.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -12,31 +13,37 @@ use farandole::telemetry::{RecordSink, WorkerRecord};
 use farandole::world::World;
 
 use super::options::RunOptions;
-use crate::embedding_interpreter::{EmbeddingInterpreter, JobViewer};
+use crate::embedding_interpreter::{EmbeddingInterpreter, JobViewer, JobViewerOptions};
 
-/// The run viewer, if it was requested.
+/// The run viewer and the metrics, if they were requested.
 #[derive(Clone)]
 pub(super) struct OptionalJobViewer(Option<Arc<dyn JobViewer>>);
 
 impl OptionalJobViewer {
-    /// Opens the run viewer, if it was requested.
+    /// Opens the run viewer, and starts to export metrics, if they were requested.
     ///
     /// # Errors
-    /// The store is not writable, or the page is not installed.
+    /// The store is not writable, the page is not installed, or the port of the metrics is taken.
     pub(super) fn open_viewer(
         options: &RunOptions,
         ranks: u32,
         surroundings: &dyn EmbeddingInterpreter,
     ) -> Result<Self> {
-        let Some(store) = &options.ui else { return Ok(Self(None)) };
+        if !options.is_shown() {
+            return Ok(Self(None));
+        }
         // In `python train.py`, the script names the run.
         let named =
             options.command.iter().find(|word| word.ends_with(".py")).or(options.command.first());
         let name = named.and_then(|word| Path::new(word).file_stem()?.to_str()).unwrap_or("run");
-        let opened = surroundings.open_viewer(store.as_deref(), name, ranks);
-        Ok(Self(Some(
-            opened.map_err(|error| anyhow!("the run viewer cannot show the job: {error}"))?,
-        )))
+        let opened = surroundings.open_viewer(&JobViewerOptions {
+            shows_run: options.ui.is_some(),
+            store: options.ui.as_ref().and_then(|store| store.as_deref()),
+            metrics_address: &options.config.metrics,
+            name,
+            ranks,
+        });
+        Ok(Self(Some(opened.map_err(|error| anyhow!("the job cannot be shown: {error}"))?)))
     }
 
     pub(super) fn viewer(&self) -> Option<&dyn JobViewer> {

@@ -7,6 +7,7 @@ mod config_file;
 pub(crate) mod flags;
 mod job_viewer;
 mod options;
+mod requeue;
 #[cfg(test)]
 mod tests;
 
@@ -23,6 +24,7 @@ use farandole::world::{World, format_counted_noun};
 
 use self::job_viewer::OptionalJobViewer;
 use self::options::{JobPlacement, RunOptions};
+use self::requeue::OptionalRequeue;
 use crate::check_build::check_build;
 use crate::console::ConsoleSink;
 use crate::embedding_interpreter::EmbeddingInterpreter;
@@ -84,15 +86,17 @@ pub(crate) fn run_job(
     options.remarks.iter().for_each(|remark| say(remark));
     // Before the viewer: wrong hosts must not leave a run in its store.
     let place = options.job_placement()?;
+    let requeue = OptionalRequeue::prepare(options.requeue, surroundings)?;
     let watching = OptionalJobViewer::open_viewer(&options, place.num_proc, surroundings)?;
     let verbose = options.verbose;
     let mut timeline = None;
     let report = open_record_sinks(&options, &place, &watching).and_then(|(sink, gathering)| {
         timeline = gathering;
+        let sink = requeue.wrap_sink_with_report(sink);
         if options.is_elastic() {
-            run_elastic_job(options, place, surroundings, (&sink, &watching), &say)
+            run_elastic_job(options, place, surroundings, (&sink, &watching, &requeue), &say)
         } else {
-            run_static_job(options, place, surroundings, (&sink, &watching), &say)
+            run_static_job(options, place, surroundings, (&sink, &watching, &requeue), &say)
         }
     });
     watching.show_end(&report);
@@ -106,7 +110,9 @@ pub(crate) fn run_job(
             Err(error) => say(&format!("there is no timeline of the ranks: {error:#}")),
         }
     }
-    Ok(report?.exit_code())
+    let report = report?;
+    // Last: Slurm ends this process then.
+    Ok(requeue.requeue_suspended_job(&report, &say).unwrap_or_else(|| report.exit_code()))
 }
 
 /// The sink of a job's records, and the sink within it that collects the timeline.
@@ -143,7 +149,7 @@ fn run_static_job(
     options: RunOptions,
     place: JobPlacement,
     surroundings: &dyn EmbeddingInterpreter,
-    (sink, watching): (&Arc<dyn RecordSink>, &OptionalJobViewer),
+    (sink, watching, requeue): (&Arc<dyn RecordSink>, &OptionalJobViewer, &OptionalRequeue),
     say: &dyn Fn(&str),
 ) -> Result<JobReport> {
     let verbose = options.verbose;
@@ -170,9 +176,9 @@ fn run_static_job(
     let job = StaticJob {
         num_proc: *num_proc,
         hosts: hosts.clone(),
-        program: worker_program(options, &place, surroundings),
+        program: worker_program(options, &place, requeue, surroundings),
     };
-    Ok(job.run_with_observer(sink, &|| surroundings.requested_stop_level(), &assigned)?)
+    Ok(job.run_with_observer(sink, &|| requeue.stop_level(surroundings, say), &assigned)?)
 }
 
 /// Runs a job whose number of processes may change.
@@ -180,7 +186,7 @@ fn run_elastic_job(
     options: RunOptions,
     place: JobPlacement,
     surroundings: &dyn EmbeddingInterpreter,
-    (sink, watching): (&Arc<dyn RecordSink>, &OptionalJobViewer),
+    (sink, watching, requeue): (&Arc<dyn RecordSink>, &OptionalJobViewer, &OptionalRequeue),
     say: &dyn Fn(&str),
 ) -> Result<JobReport> {
     let rules = ElasticJob::elastic_rules_from_config(place.num_proc, &options.config)?;
@@ -214,13 +220,13 @@ fn run_elastic_job(
     };
     let journal = options.journal_path();
     let outage = options.config.registrar_timeout;
-    let mut work = worker_program(options, &place, surroundings);
+    let mut work = worker_program(options, &place, requeue, surroundings);
     // Without a journal, no other command can continue the job, and waiting is useless.
     if journal.is_some() {
         work.outage = outage;
     }
     let job = ElasticJob { rules, program: work, journal };
-    Ok(job.run(discovery, sink, &|| surroundings.requested_stop_level(), &observer)?)
+    Ok(job.run(discovery, sink, &|| requeue.stop_level(surroundings, say), &observer)?)
 }
 
 /// Describes a new world for the user. If all its workers are new, state that was only in workers
@@ -241,9 +247,11 @@ fn describe_world(world: &World, before: &HashSet<u32>) -> String {
 fn worker_program(
     options: RunOptions,
     place: &JobPlacement,
+    requeue: &OptionalRequeue,
     surroundings: &dyn EmbeddingInterpreter,
 ) -> WorkerProgram {
     WorkerProgram {
+        suspension: requeue.suspension(),
         shell: place.shell.clone(),
         python: surroundings.installation().executable,
         ..WorkerProgram::for_this_host(options.command, options.environment, options.config)

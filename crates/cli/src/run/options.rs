@@ -13,7 +13,7 @@ use farandole::config::{Config, FARANDOLE_PREFIX, HOROVOD_PREFIX, KNOBS, environ
 use farandole::launcher::allocation::{BatchAllocation, LocalEnvironment, detect_allocation};
 use farandole::launcher::elastic::{DiscoverySource, choose_discovery};
 use farandole::launcher::hosts::{parse_hostfile, parse_hosts};
-use farandole::launcher::{HostSlots, RemoteShell, split_local_tasks};
+use farandole::launcher::{HostSlots, RemoteShell, recognize_cluster, split_local_tasks};
 use farandole::registrar::local_host_facts::interface_networks;
 
 use super::config_file::{self, RunConfigFile};
@@ -27,6 +27,14 @@ const TIMELINE_GATHER_VALUE: &str = "GATHER";
 
 /// Variable of workers that report to the run viewer themselves.
 const SELF_REPORTING_VARIABLE: &str = "FARANDOLE_SPARK_TOLD";
+
+/// Variables of OpenTelemetry of which one names the collector; the same in
+/// `farandole.runner.show.metrics_export`.
+const OTLP_ENDPOINT_VARIABLES: [&str; 2] =
+    ["OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"];
+
+/// Variable of workers whose launcher requeues its batch job.
+const REQUEUE_VARIABLE: &str = "FARANDOLE_REQUEUE";
 
 /// Variable with which torch's users turn off the plugins that `import torch` calls.
 const TORCH_AUTOLOAD_VARIABLE: &str = "TORCH_DEVICE_BACKEND_AUTOLOAD";
@@ -49,6 +57,8 @@ pub(crate) struct RunOptions {
     pub(crate) timeline: Option<PathBuf>,
     /// Whether the run viewer shows the job, and the store that keeps the run.
     pub(crate) ui: Option<Option<String>>,
+    /// Whether SIGUSR1 suspends the job and requeues its batch job.
+    pub(crate) requeue: bool,
     pub(crate) timestamps: bool,
     pub(crate) verbose: bool,
     pub(crate) command: Vec<String>,
@@ -134,13 +144,16 @@ impl RunOptions {
         let store = text_argument(matches, "ui-store");
         // A store for the viewer asks for the viewer.
         let ui = (matches.get_flag("ui") || store.is_some()).then_some(store);
-        if ui.is_some() {
-            extra.insert(SELF_REPORTING_VARIABLE.to_owned(), Some("1".to_owned()));
-        }
+        let requeue = matches.get_flag("requeue");
+        // A job that a worker starts is not requeued with it.
+        extra.insert(REQUEUE_VARIABLE.to_owned(), requeue.then(|| "1".to_owned()));
         remarks.extend(ignored_variable_remarks());
         remarks.dedup();
         let config = Config::read(environment_variable, &given)
             .map_err(|error| name_knob_by_source(error, matches, &path))?;
+        if ui.is_some() || exports_metrics(&config) {
+            extra.insert(SELF_REPORTING_VARIABLE.to_owned(), Some("1".to_owned()));
+        }
         if config.as_gloo
             && environment_variable(TORCH_AUTOLOAD_VARIABLE).is_some_and(|value| value != "1")
         {
@@ -165,7 +178,7 @@ impl RunOptions {
             config,
             environment: worker_variables(&given)
                 .into_iter()
-                .chain(unset_journal_variables())
+                .chain(unset_launcher_variables())
                 .chain(extra)
                 .collect(),
             num_proc: number("num-proc").map(|(_, text)| parse_num_proc(&text)).transpose()?,
@@ -177,11 +190,17 @@ impl RunOptions {
             output_folder: text_argument(matches, "output-filename").map(PathBuf::from),
             timeline,
             ui,
+            requeue,
             timestamps: matches.get_flag("prefix-output-with-timestamp"),
             verbose: matches.get_flag("verbose"),
             command: matches.get_many::<String>("command").unwrap_or_default().cloned().collect(),
             remarks,
         })
+    }
+
+    /// Returns whether the run viewer shows the job, or its metrics are exported.
+    pub(crate) fn is_shown(&self) -> bool {
+        self.ui.is_some() || exports_metrics(&self.config)
     }
 
     /// Returns whether processes may join and leave.
@@ -247,7 +266,11 @@ impl RunOptions {
             None if slots > 0 => {
                 u32::try_from(slots).context("more slots than ranks can be counted")?
             }
-            None => bail!("say how many processes to start: -np N"),
+            None => {
+                let advice = recognize_cluster(&LocalEnvironment)
+                    .map_or_else(String::new, |cluster| format!("; {}", cluster.describe()));
+                bail!("say how many processes to start: -np N{advice}");
+            }
         };
         // A job on this host alone may have any number of processes: the slots are then tasks of
         // the batch system, which do not limit it.
@@ -414,11 +437,19 @@ fn parse_ssh_port(text: &str) -> Result<u16> {
     }
 }
 
-/// Returns the removals of the journal variables: a `farandole run` inside the job is a separate
-/// job.
-fn unset_journal_variables() -> impl Iterator<Item = (String, Option<String>)> {
+/// Returns the removals of the variables that are about this launcher alone: a `farandole run`
+/// inside the job is a separate job, with a journal and a port of its own.
+fn unset_launcher_variables() -> impl Iterator<Item = (String, Option<String>)> {
     // Horovod's prefix counts where ours is not set.
-    [FARANDOLE_PREFIX, HOROVOD_PREFIX].into_iter().map(|prefix| (format!("{prefix}JOURNAL"), None))
+    [FARANDOLE_PREFIX, HOROVOD_PREFIX]
+        .into_iter()
+        .flat_map(|prefix| ["JOURNAL", "METRICS"].map(|name| (format!("{prefix}{name}"), None)))
+}
+
+/// Returns whether the metrics of the job are served, or sent to a collector of OpenTelemetry.
+fn exports_metrics(config: &Config) -> bool {
+    !config.metrics.is_empty()
+        || OTLP_ENDPOINT_VARIABLES.iter().any(|name| environment_variable(name).is_some())
 }
 
 /// Returns the given knobs that workers must know, as variables.

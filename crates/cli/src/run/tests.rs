@@ -262,7 +262,7 @@ fn processes_of_a_job_with_a_journal_do_not_inherit_it() {
     let options = read(&["--min-np", "1", "--journal", "f", "--registrar-timeout", "7"]).unwrap();
     assert_eq!(options.journal_path(), Some("f".into()));
     assert_eq!(options.config.registrar_timeout, Duration::from_secs(7));
-    for name in ["FARANDOLE_JOURNAL", "HOROVOD_JOURNAL"] {
+    for name in ["FARANDOLE_JOURNAL", "HOROVOD_JOURNAL", "FARANDOLE_METRICS", "HOROVOD_METRICS"] {
         assert_eq!(options.environment.get(name), Some(&None), "{name}");
     }
     assert_eq!(options.environment.get("FARANDOLE_REGISTRAR_TIMEOUT"), None);

@@ -243,6 +243,11 @@ impl Conductor {
         self.world = Some(world);
     }
 
+    /// Returns the present world, once ranks were assigned.
+    pub(crate) fn world(&self) -> Option<&World> {
+        self.world.as_ref()
+    }
+
     /// Returns the host of each worker of an elastic job.
     pub(crate) fn hosts(&self) -> &BTreeMap<u32, String> {
         &self.hosts

@@ -29,7 +29,7 @@ mod discovery;
 mod discovery_choice;
 pub(crate) mod host_watcher;
 mod job;
-mod program_query;
+pub(crate) mod program_query;
 mod script;
 mod slurm;
 

@@ -28,19 +28,19 @@ const MAX_STDERR_CHARS: usize = 2000;
 
 /// The result of a program.
 #[derive(Debug)]
-pub(super) struct ProgramOutput {
+pub(crate) struct ProgramOutput {
     /// Exit code of the program; `None` after a signal.
-    pub(super) exit_code: Option<i32>,
-    pub(super) stdout: String,
+    pub(crate) exit_code: Option<i32>,
+    pub(crate) stdout: String,
     /// The end of the program's stderr, in one line.
-    pub(super) stderr_line: String,
+    pub(crate) stderr_line: String,
 }
 
 /// Runs a program to its end, then kills the processes that it left behind.
 ///
 /// # Errors
 /// It could not be started, or did not end within `limit`.
-pub(super) fn query_program(
+pub(crate) fn query_program(
     mut command: Command,
     limit: Duration,
     stop: &DiscoveryStopFlag,

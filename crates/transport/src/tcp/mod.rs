@@ -40,6 +40,7 @@ use parking_lot::{Mutex, MutexGuard};
 use rustix::io::Errno;
 use rustix::net::{Shutdown, shutdown, sockopt};
 
+use crate::link_traffic::count_sent_bytes;
 use crate::mesh_state::MeshState;
 use crate::peer_state::PeerState;
 use crate::secured_connection::SecuredConnection;
@@ -283,6 +284,7 @@ impl LinkSender for TcpSender {
 
     fn commit(&mut self, bytes: usize) -> Result<()> {
         self.outgoing.commit(bytes)?;
+        count_sent_bytes(LinkKind::Tcp, bytes);
         self.pump_outgoing().map(drop)
     }
 

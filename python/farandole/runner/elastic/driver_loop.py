@@ -215,7 +215,7 @@ class _ElasticJobRun(EventHandler):
         if event.kind == "dismissed":
             who += " leaves:"
         self.output.print_message(f"{who} {event.text}")
-        self.watcher.add_event(f"{who} is gone", event.text)
+        self.watcher.record_loss(f"{who} is gone", event.text)
         if event.task is not None:
             self.watcher.mark_worker_gone(event.task, "lost" if event.kind == "lost" else "ended")
 

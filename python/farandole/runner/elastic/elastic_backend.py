@@ -239,7 +239,7 @@ class _NativeJobRun:
                     event_handler.dispatch_worker_record((task, rank), name, data, self._watcher)
                 case "loss":
                     self._output.print_message(value)
-                    self._watcher.add_event("a worker or a host is out", value)
+                    self._watcher.record_loss("a worker or a host is out", value)
                 case "world":
                     generation, places = value
                     self._hosts = [host for _, host in places]

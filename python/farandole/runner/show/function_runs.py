@@ -78,6 +78,7 @@ def record_run_for_viewer(
     shim: RunReportReceiver | None = None,
     *,
     writes_output: bool = False,
+    metrics_address: str | None = None,
 ) -> Iterator[str | None]:
     """Opens the run viewer, and writes the run of the job inside for the viewer.
 
@@ -92,13 +93,20 @@ def record_run_for_viewer(
         shim: The Spark plugin, which receives the same events.
         writes_output: Whether the lines of ranks that reach the driver are written here; otherwise
             the caller does it.
+        metrics_address: Address that serves the metrics; default: `FARANDOLE_METRICS`.
 
     Yields:
         The directory for the output of ranks; `None` where nothing is shown, or the store is not of
             this host.
     """
+    called = function if isinstance(function, str) else getattr(function, "__qualname__", "")
     if ui is False:
-        yield None
+        # A job with the plugin reports itself.
+        with contextlib.ExitStack() as reports:
+            if shim is None:
+                run = report_run(None, called, kind, metrics_address=metrics_address)
+                reports.enter_context(run)
+            yield None
         return
     from farandole.ui import announce, show  # noqa: PLC0415 - for those who look
 
@@ -107,7 +115,6 @@ def record_run_for_viewer(
         if isinstance(ui, Store)
         else Store.create(str(Path(DEFAULT_STORE).absolute() if ui is True else ui))
     )
-    called = function if isinstance(function, str) else getattr(function, "__qualname__", "")
     name = re.sub(r"[^A-Za-z0-9]+", "-", called).strip("-") or "run"
     run = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() // 1000 % 1000000:06d}"
     announce(show(store, run=run), "the run is at")
@@ -118,7 +125,7 @@ def record_run_for_viewer(
         remote, {} if size is None else {"size": size}, output=folder if writes_output else None
     )
     try:
-        with report_run(shim, run, kind, {}, journal):
+        with report_run(shim, run, kind, {}, journal, metrics_address=metrics_address):
             yield None if folder is None else str(folder)
     finally:
         try:
@@ -130,8 +137,8 @@ def record_run_for_viewer(
 
 
 class JobRunReporter:
-    """Reports a job of `farandole run --ui` to the run viewer. Its methods never raise because of
-    their arguments.
+    """Reports a job of `farandole run` to the run viewer, and as metrics. Its methods never raise
+    because of their arguments.
 
     Attributes:
         folder: The directory for the output of ranks; `None` where the store is not of this host.
@@ -140,12 +147,27 @@ class JobRunReporter:
         store: Store that keeps the run; default: `farandole-runs` of the current directory.
         name: Name of the program or function that runs.
         size: Number of processes.
+        shows_run: Whether the run viewer shows the job.
+        metrics_address: Address that serves the metrics; empty for none.
+
+    Raises:
+        ValueError: The address is wrong.
+        OSError: Its port is taken, or the store or the page cannot be used.
     """
 
-    def __init__(self, store: str | None, name: str, size: int) -> None:
+    def __init__(
+        self, store: str | None, name: str, size: int, shows_run: bool, metrics_address: str
+    ) -> None:
         self._run = contextlib.ExitStack()
-        self._store = store or str(Path(DEFAULT_STORE))
-        self.folder = self._run.enter_context(record_run_for_viewer(self._store, name, size))
+        self._store = (store or str(Path(DEFAULT_STORE))) if shows_run else None
+        self.folder: str | None = None
+        if self._store is None:
+            run = report_run(None, name, "run", metrics_address=metrics_address)
+            self._run.enter_context(run)
+        else:
+            self.folder = self._run.enter_context(
+                record_run_for_viewer(self._store, name, size, metrics_address=metrics_address)
+            )
         self._training = current_run()
 
     def world(self, generation: int, places: list[tuple[int, str]]) -> None:
@@ -180,7 +202,7 @@ class JobRunReporter:
         Args:
             description: The worker or host, and the reason.
         """
-        self._training.add_event("a worker or a host is out", description)
+        self._training.record_loss("a worker or a host is out", description)
 
     def ended(self, reason: str | None, interrupted: bool) -> None:
         """Reports the end of the job.
@@ -198,6 +220,8 @@ class JobRunReporter:
         )
         with contextlib.suppress(KeyboardInterrupt, FarandoleJobError):
             self._run.__exit__(None if error is None else type(error), error, None)
+        if self._store is None:
+            return
         sys.stderr.write(
             f"farandole: the run stays in {self._store}: farandole ui {shlex.quote(self._store)}\n"
         )

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 from farandole.runner import timelines
 from farandole.runner.job_observer import REPORTS_VARIABLE, JobObserver
 from farandole.runner.show.history import flatten_history_entry
+from farandole.runner.show.metrics_export import export_run_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -70,6 +71,7 @@ class TrainingRun(JobObserver):
             "state": "running",
             "started": _now_millis(),
             "restarts": 0,
+            "losses": 0,
             "tags": [],
             "parameters": {key: json_safe(value) for key, value in parameters.items()},
         }
@@ -247,6 +249,17 @@ class TrainingRun(JobObserver):
         }
         self._put_row(f"event/{self._events:06d}", body)
 
+    def record_loss(self, event_text: str, reason: str | None) -> None:
+        """Shows the loss of a worker or a host, and counts it.
+
+        Args:
+            event_text: The worker or host in a few words.
+            reason: Reason of the loss, if known.
+        """
+        self._run["losses"] += 1
+        self.add_event(event_text, reason)
+        self._put_run()
+
     def record_restart(self, reason: str) -> None:
         """Reports that the job starts again after a failure.
 
@@ -323,6 +336,7 @@ def report_run(
     kind: str,
     parameters: Mapping[str, Any] = {},
     *others: RunReportReceiver | None,
+    metrics_address: str | None = None,
 ) -> Iterator[TrainingRun]:
     """Reports the events of the run inside to the plugin and other receivers.
 
@@ -334,26 +348,32 @@ def report_run(
         kind: The estimator's class, or `run`.
         parameters: Plain values by name.
         *others: Other receivers.
+        metrics_address: Address that serves the metrics; default: `FARANDOLE_METRICS`.
+
+    Raises:
+        ValueError: The address is wrong.
+        OSError: Its port is taken.
     """
     outer = _CURRENT_RUN.get()
     if outer is not None:
         yield outer
         return
-    if shim is None and all(one is None for one in others):
-        yield SILENT_RUN
-        return
-    run = TrainingRun(shim, name, kind, parameters, others)
-    timelines.on_trace_written(run.publish_timeline)
-    token = _CURRENT_RUN.set(run)
-    try:
-        yield run
-    except BaseException as error:
-        run.mark_ended(error)
-        raise
-    else:
-        run.mark_ended(None)
-    finally:
-        _CURRENT_RUN.reset(token)
+    with export_run_metrics(name or kind, metrics_address) as metrics:
+        if all(one is None for one in (shim, metrics, *others)):
+            yield SILENT_RUN
+            return
+        run = TrainingRun(shim, name, kind, parameters, (metrics, *others))
+        timelines.on_trace_written(run.publish_timeline)
+        token = _CURRENT_RUN.set(run)
+        try:
+            yield run
+        except BaseException as error:
+            run.mark_ended(error)
+            raise
+        else:
+            run.mark_ended(None)
+        finally:
+            _CURRENT_RUN.reset(token)
 
 
 def current_run() -> TrainingRun:

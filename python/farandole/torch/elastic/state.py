@@ -296,6 +296,11 @@ class TorchState(ObjectState):
     def _unpack_commit(self, data: bytes) -> Any:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
+    def _plain_values(self, content: Any) -> dict[str, Any]:
+        if isinstance(content, tuple):  # of `_pin_commit`
+            _, content = content
+        return content["plain"]
+
     def _apply_commit(self, content: Any) -> None:
         handled = content["handled"]
         if sorted(handled) != sorted(self._handlers):

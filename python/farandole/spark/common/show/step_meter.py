@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING
 
 from farandole._native import timeline
+from farandole.common.rank_progress import OWN_PROGRESS
 from farandole.common.timeline import phase
 from farandole.spark import task
 
@@ -54,6 +55,8 @@ class StepMeter:
         sees_data: bool = True,
     ) -> None:
         self.on = task.has_rank_display() if on is None else on
+        # Optimizers would report the same steps.
+        OWN_PROGRESS.measures_steps = False
         self.traced = False
         self._say = say
         self._clock = clock

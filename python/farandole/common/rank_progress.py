@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The steps and checkpoints of this process, which its thread of reports sends to the driver.
+
+An optimizer measures its steps only if the driver shows them and no estimator measures them.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Final
+
+from farandole._native import metrics
+
+
+class RankProgress:
+    """Sums over the steps since the last report, and the time of the last checkpoint.
+
+    One thread trains and another one reports. A step that ends in the moment of a report counts in
+    one of two reports.
+
+    Attributes:
+        measures_steps: Whether optimizers call `end_step`.
+    """
+
+    def __init__(self) -> None:
+        self.measures_steps = False
+        self._steps = 0
+        self._step_seconds = self._reduce_seconds = 0.0
+        self._last_step_end: float | None = None
+        self._checkpoint_at: float | None = None
+        self._reported = (0, 0.0, 0.0)
+
+    def end_step(self, now: float, reduce_seconds: float) -> None:
+        """Counts a step from the end of the one before.
+
+        Args:
+            now: `time.perf_counter()`.
+            reduce_seconds: Time for which the step has waited for the reduction of gradients.
+        """
+        if self._last_step_end is not None:
+            self._step_seconds += now - self._last_step_end
+            self._reduce_seconds += reduce_seconds
+            self._steps += 1
+        self._last_step_end = now
+
+    def note_checkpoint(self) -> None:
+        """Takes note that a checkpoint or commit was written to a store."""
+        self._checkpoint_at = time.time()
+
+    def take_report(self) -> dict[str, Any]:
+        """Returns the means over the steps since the last call, in seconds, the counters of this
+        process, and the time of the last checkpoint in seconds since 1970.
+        """
+        report: dict[str, Any] = {"counters": metrics.process_counters()}
+        before, now = self._reported, (self._steps, self._step_seconds, self._reduce_seconds)
+        self._reported = now
+        if (steps := now[0] - before[0]) > 0:
+            report["step_seconds"] = (now[1] - before[1]) / steps
+            report["reduce_seconds"] = (now[2] - before[2]) / steps
+        if self._checkpoint_at is not None:
+            report["checkpoint_at"] = self._checkpoint_at
+        return report
+
+
+OWN_PROGRESS: Final = RankProgress()
+"""The progress of this process."""

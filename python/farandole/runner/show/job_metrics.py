@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The reports of a run as metrics. `crates/telemetry/src/metric_names.rs` has their
+names.
+
+ranks --reports--> TrainingRun --rows--> JobMetrics --samples--> MetricsExport: HTTP, OTLP
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeGuard
+
+from farandole.runner.show.run_reporter import RunReportReceiver
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+_LINK_COUNTERS: Final = (("shared_memory", "shared_memory_bytes"), ("tcp", "tcp_bytes"))
+"""Label of a link, and the counter of its bytes."""
+_ROW_RATE_GAUGE: Final = "rowsPerSecond"
+
+
+class MetricSample(NamedTuple):
+    """A value of a metric.
+
+    Attributes:
+        metric: Name of the metric in OpenTelemetry.
+        labels: Values of its labels by name.
+        value: The value.
+    """
+
+    metric: str
+    labels: dict[str, str]
+    value: float
+
+
+class JobMetrics(RunReportReceiver):
+    """The metrics of one run, from its last reports.
+
+    Args:
+        run: Name of the run, a label of all its metrics.
+        clock: Returns the seconds since 1970.
+    """
+
+    def __init__(self, run: str, clock: Callable[[], float] = time.time) -> None:
+        self._name, self._clock = run, clock
+        self._lock = threading.Lock()
+        self._run: Mapping[str, Any] = {}
+        self._ranks: list[dict[str, Any]] = []
+        self._row_rate: float | None = None
+
+    def put_row(self, run: str, key: str, body: dict[str, Any], *, logged: bool = True) -> None:
+        """Like `RunReportReceiver.put_row`."""
+        del run, logged
+        with self._lock:
+            if key == "run":
+                self._run = body
+            elif key == "ranks":
+                self._ranks = body["ranks"]
+
+    def set_gauge(self, name: str, value: float) -> None:
+        """Like `RunReportReceiver.set_gauge`."""
+        if name == _ROW_RATE_GAUGE:
+            self._row_rate = value
+
+    def samples(self) -> list[MetricSample]:
+        """Returns the present values."""
+        with self._lock:
+            run, ranks = self._run, self._ranks
+        samples = [*self._job_samples(run, ranks)]
+        hosts: set[str] = set()
+        for rank in ranks:
+            if "state" in rank:  # it has ended, or was lost
+                continue
+            samples += self._rank_samples(rank)
+            host = str(rank.get("host"))
+            if host not in hosts and isinstance(rank.get("load"), dict):
+                hosts.add(host)
+                samples += self._host_samples(host, rank["load"])
+        return samples
+
+    def _job_samples(
+        self, run: Mapping[str, Any], ranks: list[dict[str, Any]]
+    ) -> Iterator[MetricSample]:
+        labels = {"run": self._name}
+        if ranks:
+            yield MetricSample("farandole.job.ranks", labels, len(ranks))
+            yield MetricSample("farandole.job.worlds", labels, 1 + run.get("restarts", 0))
+        yield MetricSample("farandole.job.losses", labels, run.get("losses", 0))
+        if self._row_rate is not None:
+            yield MetricSample("farandole.job.row_rate", labels, self._row_rate)
+
+    def _rank_samples(self, rank: Mapping[str, Any]) -> Iterator[MetricSample]:
+        labels = {"run": self._name, "rank": str(rank["rank"]), "host": str(rank.get("host"))}
+        step = rank.get("step_seconds")
+        if _is_number(step) and step > 0:
+            yield MetricSample("farandole.step.duration", labels, step)
+            for part in ("data", "reduction"):
+                seconds = rank.get("data_seconds" if part == "data" else "reduce_seconds")
+                if _is_number(seconds):
+                    yield MetricSample(f"farandole.step.{part}_wait", labels, seconds / step)
+        counters = rank.get("counters")
+        if isinstance(counters, dict):
+            yield from _counter_samples(labels, counters)
+        if _is_number(checkpoint_at := rank.get("checkpoint_at")):
+            age = max(self._clock() - checkpoint_at, 0.0)
+            yield MetricSample("farandole.checkpoint.age", labels, age)
+        load = rank.get("load")
+        if isinstance(load, dict):
+            for metric, name in (
+                ("farandole.rank.memory", "process_memory"),
+                ("farandole.gpu.utilization", "gpu"),
+                ("farandole.gpu.memory", "gpu_memory"),
+            ):
+                if _is_number(value := load.get(name)):
+                    yield MetricSample(metric, labels, value)
+
+    def _host_samples(self, host: str, load: Mapping[str, Any]) -> Iterator[MetricSample]:
+        labels = {"run": self._name, "host": host}
+        for metric, name in (("farandole.host.cpu", "cpu"), ("farandole.host.memory", "memory")):
+            if _is_number(value := load.get(name)):
+                yield MetricSample(metric, labels, value)
+
+
+def _counter_samples(labels: dict[str, str], counters: Mapping[str, Any]) -> Iterator[MetricSample]:
+    for link, name in _LINK_COUNTERS:
+        if _is_number(value := counters.get(name)):
+            yield MetricSample("farandole.link.sent", labels | {"link": link}, value)
+    for metric, name in (
+        ("farandole.rank.collective_wait", "collective_wait_seconds"),
+        ("farandole.store.retries", "store_retries"),
+    ):
+        if _is_number(value := counters.get(name)):
+            yield MetricSample(metric, labels, value)
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
