@@ -33,7 +33,7 @@ mod ring;
 mod timeline;
 
 pub use nvtx::{NvtxDomain, NvtxRange};
-pub use record::{LogLine, OutputStream, PROGRESS_KIND, RecordSink, WorkerMetric, WorkerRecord};
+pub use record::{LogLine, OutputStream, RecordSink, WorkerMetric, WorkerRecord};
 pub use ring::{BoundedRing, DrainedRecords, RingWeight};
 pub use timeline::{
     OLD_FILE_SUFFIX, ProducedTensor, Timeline, TimelineOptions, TimelineOwner, TimelineTrack,
