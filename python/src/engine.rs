@@ -314,19 +314,8 @@ fn allreduce(
     device: GpuStreamId,
 ) -> PyResult<u64> {
     let kind = RequestKind::Allreduce { op: reduce_op_from_number(op)?, prescale, postscale };
-    submit_request(
-        build_request(
-            name,
-            kind,
-            dtype,
-            shape,
-            source,
-            Some(target),
-            process_set,
-            TensorPlacements::default().placement_of_tensor(device)?,
-        )?,
-        attended,
-    )
+    let tensor = (name, dtype, shape, source, Some(target));
+    submit_tensor(tensor, kind, process_set, attended, device)
 }
 
 /// Starts several allreduces as one unit: `(name, dtype, shape, source, target)` each.
@@ -341,18 +330,8 @@ fn grouped_allreduce(
     devices: Option<Vec<GpuStreamId>>,
 ) -> PyResult<Vec<u64>> {
     let kind = RequestKind::Allreduce { op: reduce_op_from_number(op)?, prescale, postscale };
-    submit_group(tensors, devices, |(name, dtype, shape, source, target), placement| {
-        build_request(
-            name,
-            kind.clone(),
-            dtype,
-            shape,
-            source,
-            Some(target),
-            process_set,
-            placement,
-        )
-    })
+    let tensors = tensors.into_iter().map(with_target);
+    submit_group(tensors, &kind, process_set, devices)
 }
 
 #[expect(clippy::too_many_arguments, reason = "as for allreduce")]
@@ -370,19 +349,8 @@ fn broadcast(
     device: GpuStreamId,
 ) -> PyResult<u64> {
     let kind = RequestKind::Broadcast { root: Rank(root) };
-    submit_request(
-        build_request(
-            name,
-            kind,
-            dtype,
-            shape,
-            source,
-            Some(target),
-            process_set,
-            TensorPlacements::default().placement_of_tensor(device)?,
-        )?,
-        attended,
-    )
+    let tensor = (name, dtype, shape, source, Some(target));
+    submit_tensor(tensor, kind, process_set, attended, device)
 }
 
 #[pyfunction]
@@ -396,19 +364,8 @@ fn allgather(
     attended: bool,
     device: GpuStreamId,
 ) -> PyResult<u64> {
-    submit_request(
-        build_request(
-            name,
-            RequestKind::Allgather,
-            dtype,
-            shape,
-            source,
-            None,
-            process_set,
-            TensorPlacements::default().placement_of_tensor(device)?,
-        )?,
-        attended,
-    )
+    let tensor = (name, dtype, shape, source, None);
+    submit_tensor(tensor, RequestKind::Allgather, process_set, attended, device)
 }
 
 /// Starts several allgathers as one unit: `(name, dtype, shape, source)` each.
@@ -419,18 +376,9 @@ fn grouped_allgather(
     process_set: u32,
     devices: Option<Vec<GpuStreamId>>,
 ) -> PyResult<Vec<u64>> {
-    submit_group(tensors, devices, |(name, dtype, shape, source), placement| {
-        build_request(
-            name,
-            RequestKind::Allgather,
-            dtype,
-            shape,
-            source,
-            None,
-            process_set,
-            placement,
-        )
-    })
+    let tensors =
+        tensors.into_iter().map(|(name, dtype, shape, source)| (name, dtype, shape, source, None));
+    submit_group(tensors, &RequestKind::Allgather, process_set, devices)
 }
 
 /// Starts an all-to-all; `splits` are rows for each member, or nothing for as many each.
@@ -453,19 +401,8 @@ fn alltoall(
         splits.iter().map(|rows| u64::try_from(*rows).map_err(negative)).collect()
     };
     let kind = RequestKind::Alltoall { splits: splits.map(rows).transpose()? };
-    submit_request(
-        build_request(
-            name,
-            kind,
-            dtype,
-            shape,
-            source,
-            None,
-            process_set,
-            TensorPlacements::default().placement_of_tensor(device)?,
-        )?,
-        attended,
-    )
+    let tensor = (name, dtype, shape, source, None);
+    submit_tensor(tensor, kind, process_set, attended, device)
 }
 
 /// Starts a reduce-scatter; `target` has room for this rank's rows.
@@ -486,19 +423,8 @@ fn reducescatter(
     device: GpuStreamId,
 ) -> PyResult<u64> {
     let kind = RequestKind::Reducescatter { op: reduce_op_from_number(op)?, prescale, postscale };
-    submit_request(
-        build_request(
-            name,
-            kind,
-            dtype,
-            shape,
-            source,
-            Some(target),
-            process_set,
-            TensorPlacements::default().placement_of_tensor(device)?,
-        )?,
-        attended,
-    )
+    let tensor = (name, dtype, shape, source, Some(target));
+    submit_tensor(tensor, kind, process_set, attended, device)
 }
 
 /// Starts several reduce-scatters as one unit: `(name, dtype, shape, source, target)` each.
@@ -513,18 +439,8 @@ fn grouped_reducescatter(
     devices: Option<Vec<GpuStreamId>>,
 ) -> PyResult<Vec<u64>> {
     let kind = RequestKind::Reducescatter { op: reduce_op_from_number(op)?, prescale, postscale };
-    submit_group(tensors, devices, |(name, dtype, shape, source, target), placement| {
-        build_request(
-            name,
-            kind.clone(),
-            dtype,
-            shape,
-            source,
-            Some(target),
-            process_set,
-            placement,
-        )
-    })
+    let tensors = tensors.into_iter().map(with_target);
+    submit_group(tensors, &kind, process_set, devices)
 }
 
 #[pyfunction]
@@ -595,14 +511,18 @@ fn current_session() -> PyResult<Arc<Session>> {
     session::current_session().map_err(|error| to_exception(error.fault(), &error))
 }
 
-#[expect(clippy::too_many_arguments, reason = "as for allreduce")]
+/// An operand as Python describes it: name, dtype, shape, and the addresses of input and output.
+type TensorArguments = (String, u8, Vec<u64>, usize, Option<usize>);
+
+fn with_target(
+    (name, dtype, shape, source, target): (String, u8, Vec<u64>, usize, usize),
+) -> TensorArguments {
+    (name, dtype, shape, source, Some(target))
+}
+
 fn build_request(
-    name: String,
+    (name, number, shape, source, target): TensorArguments,
     kind: RequestKind,
-    number: u8,
-    shape: Vec<u64>,
-    source: usize,
-    target: Option<usize>,
     process_set: u32,
     placement: TensorPlacement,
 ) -> PyResult<CollectiveRequest> {
@@ -636,6 +556,17 @@ fn build_request(
     })
 }
 
+fn submit_tensor(
+    tensor: TensorArguments,
+    kind: RequestKind,
+    process_set: u32,
+    attended: bool,
+    device: GpuStreamId,
+) -> PyResult<u64> {
+    let placement = TensorPlacements::default().placement_of_tensor(device)?;
+    submit_request(build_request(tensor, kind, process_set, placement)?, attended)
+}
+
 fn submit_request(request: CollectiveRequest, attended: bool) -> PyResult<u64> {
     let session = current_session()?;
     let engine = session.engine();
@@ -645,19 +576,20 @@ fn submit_request(request: CollectiveRequest, attended: bool) -> PyResult<u64> {
     handle.map(|handle| handle.0).map_err(|error| to_exception(error.fault(), &error))
 }
 
-fn submit_group<T>(
-    tensors: Vec<T>,
+fn submit_group(
+    tensors: impl Iterator<Item = TensorArguments>,
+    kind: &RequestKind,
+    process_set: u32,
     devices: Option<Vec<GpuStreamId>>,
-    request: impl Fn(T, TensorPlacement) -> PyResult<CollectiveRequest>,
 ) -> PyResult<Vec<u64>> {
-    let (mut placements, mut devices) =
-        (TensorPlacements::default(), devices.unwrap_or_default().into_iter());
-    let spotted = |tensor| {
-        placements
-            .placement_of_tensor(devices.next().flatten())
-            .and_then(|placement| request(tensor, placement))
-    };
-    let requests = tensors.into_iter().map(spotted).collect::<PyResult<Vec<_>>>()?;
+    let mut placements = TensorPlacements::default();
+    let mut devices = devices.unwrap_or_default().into_iter();
+    let requests = tensors
+        .map(|tensor| {
+            let placement = placements.placement_of_tensor(devices.next().flatten())?;
+            build_request(tensor, kind.clone(), process_set, placement)
+        })
+        .collect::<PyResult<Vec<_>>>()?;
     let handles = current_session()?
         .engine()
         .submit_group(requests)

@@ -6,67 +6,11 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::thread::{self, JoinHandle};
-use std::time::Instant;
 
-use parking_lot::{Condvar, Mutex};
-
-use crate::progress::{EngineShared, HEARTBEAT_INTERVAL};
+use crate::progress::EngineShared;
 use crate::{Error, Result, StopCause};
-
-/// Access to the background thread.
-#[derive(Default)]
-pub(crate) struct BackgroundThread {
-    drive_requested: AtomicBool,
-    stopping: AtomicBool,
-    lock: Mutex<()>,
-    wakeup: Condvar,
-}
-
-impl BackgroundThread {
-    /// Requests a drive. Costs nothing while the last request has not been taken.
-    pub(crate) fn request_drive(&self) {
-        if !self.drive_requested.swap(true, Ordering::SeqCst) {
-            self.notify_thread();
-        }
-    }
-
-    pub(crate) fn request_stop(&self) {
-        self.stopping.store(true, Ordering::SeqCst);
-        self.notify_thread();
-    }
-
-    pub(crate) fn is_stopping(&self) -> bool {
-        self.stopping.load(Ordering::SeqCst)
-    }
-
-    fn notify_thread(&self) {
-        // Notify under the lock: the thread is then either asleep or has not checked yet.
-        let guard = self.lock.lock();
-        self.wakeup.notify_one();
-        drop(guard);
-    }
-
-    /// Sleeps until a drive is requested, at most for one heartbeat interval. Returns whether a
-    /// drive was requested.
-    fn sleep_until_drive_requested(&self) -> bool {
-        let until = Instant::now() + HEARTBEAT_INTERVAL;
-        let mut guard = self.lock.lock();
-        while !self.drive_requested.load(Ordering::SeqCst) && !self.is_stopping() {
-            if self.wakeup.wait_until(&mut guard, until).timed_out() {
-                break;
-            }
-        }
-        drop(guard);
-        self.take_background_drive_request()
-    }
-
-    /// Returns whether a drive was requested since the last call of this function.
-    fn take_background_drive_request(&self) -> bool {
-        self.drive_requested.swap(false, Ordering::SeqCst)
-    }
-}
 
 /// Starts the thread of an engine.
 pub(crate) fn spawn_background_thread(inner: Arc<EngineShared>) -> Result<JoinHandle<()>> {

@@ -5,6 +5,8 @@
 //! submission table.
 
 mod inline_drive;
+mod inline_drive_backoff;
+mod timeline_calls;
 
 use std::fmt;
 use std::sync::Arc;
@@ -16,7 +18,7 @@ use farandole_negotiation::{FastHashSet, hash_names};
 use farandole_world::{ProcessSetId, Rank, World};
 use parking_lot::Mutex;
 
-use self::inline_drive::InlineDriveBackoff;
+use self::inline_drive_backoff::InlineDriveBackoff;
 use crate::callbacks::CompletionCallback;
 use crate::collective_wait::count_collective_wait;
 use crate::devices::EngineDevices;
@@ -27,26 +29,9 @@ use crate::set::{ProcessSet, ProcessSetContext, row_share};
 use crate::submission_table::CheckedSubmission;
 use crate::timeline::OperationTracer;
 use crate::{
-    CollectiveRequest, EngineOptions, Error, ProcessSetOptions, RequestCompletion, RequestHandle,
-    Result, StopCause, background,
+    CollectiveRequest, EngineOptions, EngineStatistics, Error, ProcessSetOptions,
+    RequestCompletion, RequestHandle, Result, StopCause, background,
 };
-
-/// Counters of the work of an engine, over all process sets.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct EngineStatistics {
-    /// Control messages sent.
-    pub frames_sent: u64,
-    /// Control messages received.
-    pub frames_received: u64,
-    /// Response lists executed.
-    pub lists: u64,
-    /// Operations handed to communicators.
-    pub operations: u64,
-    /// Tensors in these operations.
-    pub tensors: u64,
-    /// Requests of this rank that were announced by cache number.
-    pub cache_hits: u64,
-}
 
 /// Longest time that a shutdown waits for peers to complete the operations of this rank and to read
 /// its departure message.
@@ -223,7 +208,7 @@ impl Engine {
     }
 
     /// Submits requests that become ready together: none is executed before all ranks have
-    /// submitted all of them.
+    /// submitted all of them. A single request is no group.
     ///
     /// # Errors
     /// Like [`Engine::submit`]; after an error, no request of the group is submitted. `Group` if
@@ -248,8 +233,8 @@ impl Engine {
         Ok(handles)
     }
 
-    /// Like [`Engine::submit_group`], with one callback for each request, in order, as in
-    /// [`Engine::submit_with_callback`].
+    /// Like [`Engine::submit_group`], with one callback for each request, in order. The completion
+    /// thread calls each exactly once.
     ///
     /// # Errors
     /// Like [`Engine::submit_group`]; the callbacks are dropped then. `Group` if the numbers of
@@ -274,9 +259,16 @@ impl Engine {
     /// Admits a group with one callback for each request, or without callbacks. Wakes no thread.
     fn admit_group(
         &self,
-        requests: Vec<CollectiveRequest>,
-        callbacks: Vec<CompletionCallback>,
+        mut requests: Vec<CollectiveRequest>,
+        mut callbacks: Vec<CompletionCallback>,
     ) -> Result<Vec<RequestHandle>> {
+        // A group of one would have another signature than the request alone, and so no common
+        // cache entry.
+        if requests.len() == 1
+            && let Some(request) = requests.pop()
+        {
+            return Ok(vec![self.admit_request(request, callbacks.pop())?]);
+        }
         self.check_original_process()?;
         let members = requests.len();
         let mut sets: Vec<ProcessSetId> =
@@ -292,23 +284,13 @@ impl Engine {
             .into_iter()
             .map(|request| self.check_request(request, group, now))
             .collect::<Result<_>>()?;
-        let key = self.process_set_membership(set)?.key;
         let mut names = FastHashSet::default();
-        let again = checked
-            .iter()
-            .map(|submission| &submission.entry.name)
-            .find(|name| !names.insert(*name));
+        if let Some(twice) = checked.iter().find(|member| !names.insert(&member.entry.name)) {
+            return Err(Error::DuplicateName { set, tensor: Arc::clone(&twice.entry.name) });
+        }
         // One lock for the checks and the admission: a group is admitted as a whole or not at all.
         let mut submissions = self.inner.submissions.lock();
-        submissions.check_set_open(key)?;
-        if let Some(first) = checked.first().filter(|_| submissions.has_joined(key)) {
-            return Err(Error::Joined { set, tensor: Arc::clone(&first.entry.name) });
-        }
-        let mut taken = checked.iter().map(|submission| &submission.entry.name);
-        if let Some(name) = again.or_else(|| taken.find(|name| submissions.is_in_flight(key, name)))
-        {
-            return Err(Error::DuplicateName { set, tensor: Arc::clone(name) });
-        }
+        checked.iter().try_for_each(|member| submissions.check_admission(set, member))?;
         let mut callbacks = callbacks.into_iter();
         let handles = checked
             .into_iter()
@@ -316,23 +298,6 @@ impl Engine {
             .collect();
         drop(submissions);
         Ok(handles)
-    }
-
-    /// Submits a request and passes its result to `done`. The completion thread calls `done`
-    /// exactly once.
-    ///
-    /// # Errors
-    /// Like [`Engine::submit`]; `done` is dropped then.
-    pub fn submit_with_callback(
-        &self,
-        request: CollectiveRequest,
-        done: CompletionCallback,
-    ) -> Result<()> {
-        self.check_original_process()?;
-        self.inner.callbacks.start_callback_thread_if_needed()?;
-        self.admit_request(request, Some(done))?;
-        self.inner.announce_submission();
-        Ok(())
     }
 
     /// Returns whether `wait` would return at once. Does not drive: if no thread drives, it wakes
@@ -382,7 +347,7 @@ impl Engine {
         let total = driver
             .sets
             .iter()
-            .map(|set| set.statistics)
+            .map(ProcessSet::statistics)
             .fold(driver.removed_set_statistics, EngineStatistics::sum_with);
         self.inner.release_driver(driver);
         total
@@ -433,13 +398,7 @@ impl Engine {
         let set = request.process_set;
         let submission = self.check_request(request, (0, 0), Instant::now())?;
         let mut submissions = self.inner.submissions.lock();
-        submissions.check_set_open(submission.set)?;
-        if submissions.has_joined(submission.set) {
-            return Err(Error::Joined { set, tensor: Arc::clone(&submission.entry.name) });
-        }
-        if submissions.is_in_flight(submission.set, &submission.entry.name) {
-            return Err(Error::DuplicateName { set, tensor: Arc::clone(&submission.entry.name) });
-        }
+        submissions.check_admission(set, &submission)?;
         Ok(submissions.admit_submission(submission, callback))
     }
 
@@ -457,19 +416,6 @@ impl Engine {
         let (entry, signature) = request_checks::check_request(request, &place, group, since)?;
         tracing::trace!(rank = place.me.0, tensor = &*entry.name, process_set = set.0, "submitted");
         Ok(CheckedSubmission { set: key, entry, signature })
-    }
-}
-
-impl EngineStatistics {
-    pub(crate) fn sum_with(self, other: Self) -> Self {
-        Self {
-            frames_sent: self.frames_sent + other.frames_sent,
-            frames_received: self.frames_received + other.frames_received,
-            lists: self.lists + other.lists,
-            operations: self.operations + other.operations,
-            tensors: self.tensors + other.tensors,
-            cache_hits: self.cache_hits + other.cache_hits,
-        }
     }
 }
 

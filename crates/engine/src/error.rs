@@ -15,6 +15,9 @@ use crate::RequestHandle;
 /// Result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
+/// Result of a step of a process set; an error stops the engine.
+pub(crate) type StepResult<T = ()> = Result<T, StopCause>;
+
 /// Error of a refused or failed call.
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]

@@ -47,7 +47,6 @@
 mod background;
 mod callbacks;
 mod collective_wait;
-pub mod control_plane_model;
 mod devices;
 mod engine;
 mod error;
@@ -58,20 +57,22 @@ mod request;
 mod request_checks;
 mod set;
 mod stall_report;
+mod statistics;
 mod submission_table;
 mod sync;
 mod timeline;
 mod tune;
 
-/// Simulation of the control plane of large worlds.
-#[cfg(any(test, feature = "_test-harness"))]
-pub mod simulation {
-    pub use crate::set::simulation::{ControlTraffic, SimulatedControlPlane};
+/// Planning rules of the control plane, for simulators: no running world is needed.
+pub mod control_plane_model {
+    pub use farandole_negotiation::control_parents;
+
+    pub use crate::set::{max_lists_in_execution, plan_fused_allreduces};
 }
 
 pub use callbacks::CompletionCallback;
 pub use collective_wait::collective_wait;
-pub use engine::{Engine, EngineStatistics};
+pub use engine::Engine;
 pub use error::{Error, Result, StopCause};
 pub use farandole_negotiation::control_peers;
 pub use options::{DriverParkingAndLiveness, EngineOptions, EngineSettings, ProcessSetOptions};
@@ -82,5 +83,6 @@ pub use stall_report::{
     EngineObserver, MissingRank, RankWait, SilentObserver, StackAnswer, StallReport, StalledTensor,
     ThreadStacks,
 };
+pub use statistics::EngineStatistics;
 pub use timeline::RANK_PLACEHOLDER;
 pub use tune::AutotuneOptions;

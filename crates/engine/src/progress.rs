@@ -6,6 +6,7 @@
 //! Locks are taken in this order: `progress`, then `submissions`. `background` is taken alone.
 //! [`signals`] contains the state that threads exchange without a lock.
 
+mod background_thread;
 mod drive_loop;
 mod driver_signals;
 mod spin_budget;
@@ -18,9 +19,9 @@ use std::time::{Duration, Instant};
 use farandole_world::World;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
+use self::background_thread::BackgroundThread;
 use self::driver_signals::DriverSignals;
 use self::spin_budget::SpinBudget;
-use crate::background::BackgroundThread;
 use crate::callbacks::{CallbackQueue, DueCallback};
 use crate::set::{FinishedRequest, ProcessSet};
 use crate::submission_table::{CheckedSubmission, SubmissionTable};
@@ -29,9 +30,6 @@ use crate::{
     RequestHandle, Result, StopCause,
 };
 
-/// Interval at which this process sends heartbeats and checks its peers.
-// The default peer timeout of 5 s has room for 20 heartbeats, so a late one is not a loss.
-pub(crate) const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(250);
 /// Longest sleep of a waiter before it tries to take the progress lock again.
 const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(50);
 /// Time that a waiter spins for the progress lock before it sleeps.
@@ -253,7 +251,7 @@ impl EngineShared {
         self.announce_submissions_or_stop(&mut driver);
         let driven = &mut *driver;
         if let Some(set) = driven.sets.iter_mut().find(|set| set.key == key) {
-            set.retire_set(cause, deadline, &mut driven.finished);
+            set.retire_set(&cause, deadline, &mut driven.finished);
         }
         self.post_finished_requests(driven, key);
         self.release_driver(driver);

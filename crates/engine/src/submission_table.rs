@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use farandole_negotiation::{CollectiveCall, FastHashMap, FastHashSet, RequestSignature};
+use farandole_world::ProcessSetId;
 
 use crate::callbacks::{CompletionCallback, DueCallback};
 use crate::set::{FinishedRequest, PendingEntry};
@@ -60,17 +61,28 @@ impl SubmissionTable {
         }
     }
 
-    /// Returns whether this rank has joined in the set.
-    pub(crate) fn has_joined(&self, set: usize) -> bool {
-        self.sets.get(&set).is_some_and(|names| names.join_handle.is_some())
+    /// Checks that the set accepts this request.
+    ///
+    /// # Errors
+    /// `Stopped`, `Joined`, `DuplicateName`.
+    pub(crate) fn check_admission(
+        &self,
+        set: ProcessSetId,
+        submission: &CheckedSubmission,
+    ) -> Result<()> {
+        self.check_set_open(submission.set)?;
+        let Some(state) = self.sets.get(&submission.set) else { return Ok(()) };
+        let name = &submission.entry.name;
+        if state.join_handle.is_some() {
+            return Err(Error::Joined { set, tensor: Arc::clone(name) });
+        }
+        if state.in_flight.contains(name) {
+            return Err(Error::DuplicateName { set, tensor: Arc::clone(name) });
+        }
+        Ok(())
     }
 
-    /// Returns whether a request of this name is in flight.
-    pub(crate) fn is_in_flight(&self, set: usize, name: &str) -> bool {
-        self.sets.get(&set).is_some_and(|names| names.in_flight.contains(name))
-    }
-
-    /// Admits a request. Its set must be open and its name must not be in flight.
+    /// Admits a request that passed [`Self::check_admission`].
     pub(crate) fn admit_submission(
         &mut self,
         mut submission: CheckedSubmission,
@@ -204,13 +216,9 @@ impl SubmissionTable {
         for CheckedSubmission { set, entry, .. } in
             intake.drain(..).chain(std::mem::take(&mut self.queue))
         {
-            let (operation, tensor) = (entry.operation, Arc::clone(&entry.name));
-            self.release_name(set, entry.handle, &tensor);
-            self.finish_handle(
-                entry.handle,
-                Err(Error::Failed { operation, tensor, cause: Arc::clone(&cause) }),
-                calls,
-            );
+            let FinishedRequest { handle, name, result } = entry.into_failed(&cause);
+            self.release_name(set, handle, &name);
+            self.finish_handle(handle, result, calls);
         }
     }
 

@@ -7,7 +7,7 @@
 //! order, and the reaction to errors.
 //!
 //! ```text
-//! C caller ── request ──> table ── request, names ──> Engine::submit_with_callback
+//! C caller ── request ──> table ── request, names ──> Engine::submit_group_with_callbacks
 //! C caller <── outcome, message ── completion <────── callback of the engine
 //! ```
 

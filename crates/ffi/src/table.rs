@@ -9,7 +9,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
-use farandole::engine::{CollectiveRequest, RequestCompletion};
+use farandole::engine::{CollectiveRequest, Error, RequestCompletion};
 use farandole::session::{self, Session};
 use farandole::world::ProcessSetId;
 use farandole_door::{
@@ -73,17 +73,10 @@ unsafe extern "C" fn submit_requests(
 /// Leaves the requests with the engine's own threads.
 fn submit_to_engine_threads(
     session: &Arc<Session>,
-    mut requests: Vec<CollectiveRequest>,
+    requests: Vec<CollectiveRequest>,
     receiver: OutcomeReceiver,
 ) -> Result<(), SubmissionFailure> {
-    let mut callbacks = completion::group_callbacks(receiver, requests.len());
-    // A single request is no group: a group has another signature, which would not match other
-    // ranks.
-    if requests.len() == 1
-        && let (Some(request), Some(done)) = (requests.pop(), callbacks.pop())
-    {
-        return Ok(session.engine().submit_with_callback(request, done)?);
-    }
+    let callbacks = completion::group_callbacks(receiver, requests.len());
     Ok(session.engine().submit_group_with_callbacks(requests, callbacks)?)
 }
 
@@ -104,10 +97,8 @@ fn drive_requests_briefly(
     if let Some(results) = session.engine().submit_and_drive_briefly(requests, later)?
         && let Some(receiver) = receiver
     {
-        let merge = |results, result: Result<_, farandole::engine::Error>| {
-            append_result_or_failure(results, result.map_err(SubmissionFailure::from))
-        };
-        receiver.send_outcome(results.into_iter().fold(Ok(Vec::with_capacity(count)), merge));
+        let results: Result<_, Error> = results.into_iter().collect();
+        receiver.send_outcome(results.map_err(SubmissionFailure::from));
     }
     Ok(())
 }
@@ -115,42 +106,23 @@ fn drive_requests_briefly(
 /// Drives the requests on this thread.
 fn drive_requests_to_end(
     session: &Arc<Session>,
-    mut requests: Vec<CollectiveRequest>,
+    requests: Vec<CollectiveRequest>,
     receiver: OutcomeReceiver,
 ) -> Result<(), SubmissionFailure> {
     let engine = session.engine();
-    let handles = match requests.len() {
-        1 => requests
-            .pop()
-            .map(|request| engine.submit_before_wait(request))
-            .into_iter()
-            .collect::<Result<_, _>>()?,
-        _ => engine.submit_group_before_wait(requests)?,
+    let wait = |handle| loop {
+        // After the limit of one wait, the next begins. The engine's own deadlines end the
+        // operation.
+        if let Some(result) = engine.wait(handle, ATTENDED_WAIT_LIMIT).transpose() {
+            break result;
+        }
     };
-    let mut results = Ok(Vec::with_capacity(handles.len()));
-    for handle in handles {
-        let result = loop {
-            match engine.wait(handle, ATTENDED_WAIT_LIMIT) {
-                // The limit of one wait has passed. The engine's own deadlines end the operation.
-                Ok(None) => {}
-                Ok(Some(completion)) => break Ok(completion),
-                Err(error) => break Err(error),
-            }
-        };
-        results = append_result_or_failure(results, result.map_err(SubmissionFailure::from));
-    }
-    receiver.send_outcome(results);
+    let handles = engine.submit_group_before_wait(requests)?;
+    // All end before the first failure is reported: then the caller may reuse the memory.
+    let results: Vec<Result<RequestCompletion, Error>> = handles.into_iter().map(wait).collect();
+    let results: Result<_, Error> = results.into_iter().collect();
+    receiver.send_outcome(results.map_err(SubmissionFailure::from));
     Ok(())
-}
-
-/// Returns the first failure, or all completions.
-fn append_result_or_failure(
-    results: Result<Vec<RequestCompletion>, SubmissionFailure>,
-    result: Result<RequestCompletion, SubmissionFailure>,
-) -> Result<Vec<RequestCompletion>, SubmissionFailure> {
-    let mut results = results?;
-    results.push(result?);
-    Ok(results)
 }
 
 /// # Safety

@@ -73,11 +73,6 @@ impl PartitionWriter {
         })
     }
 
-    /// Returns the number of the partition.
-    pub fn partition_number(&self) -> u64 {
-        self.partition
-    }
-
     /// Appends rows.
     ///
     /// # Errors

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use farandole_dataset::{EpochPlan, PlanPart};
+use farandole_dataset::{EpochPlan, EpochRequest, PlanPart};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::assemble::RowCopy;
@@ -41,20 +41,22 @@ const FETCH_THREAD_PREFIX: &str = "fd-fetch-";
 /// Longest wait for a store's answers when an epoch ends.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Settings of an epoch.
+/// The settings that all epochs of a reader share.
+#[derive(Clone, Debug)]
 pub(crate) struct EpochSetup {
     pub(crate) dataset: Arc<ParquetDataset>,
     pub(crate) selected: Arc<[SelectedColumn]>,
+    /// The fields of batches.
+    pub(crate) fields: Arc<[BatchField]>,
     pub(crate) pool: Arc<BufferPool>,
     pub(crate) cache: Option<Arc<BlockCache>>,
-    pub(crate) plan: EpochPlan,
     pub(crate) budget: u64,
     pub(crate) threads: usize,
 }
 
 struct SharedEpoch {
     setup: EpochSetup,
-    fields: Arc<[BatchField]>,
+    plan: EpochPlan,
     state: Mutex<EpochState>,
     /// Wakes decoding threads when there is work.
     work: Condvar,
@@ -83,20 +85,21 @@ pub struct EpochReader {
 }
 
 impl EpochReader {
-    pub(crate) fn start_threads(setup: EpochSetup) -> Result<Self> {
-        let fields: Arc<[BatchField]> = setup
-            .selected
-            .iter()
-            .map(|column| BatchField { element: column.output_element, ..column.field.clone() })
-            .collect();
+    /// Starts the threads of the epoch that `request` asks for.
+    ///
+    /// # Errors
+    /// A budget that is too small, or a thread that cannot be started.
+    pub(crate) fn start_threads(setup: EpochSetup, request: &EpochRequest) -> Result<Self> {
+        let plan = EpochPlan::new(setup.dataset.lane_layout(), request)?;
         let part_bytes: Vec<(u64, u64)> =
-            setup.plan.parts().iter().map(|part| setup.part_memory_cost(part)).collect();
-        let rows = setup.plan.plan_batch(0).rows;
-        let batch = (Batch::bytes_for_rows(&fields, rows) as u64)
+            plan.parts().iter().map(|part| setup.part_memory_cost(part)).collect();
+        let rows = plan.plan_batch(0).rows;
+        let batch = (Batch::bytes_for_rows(&setup.fields, rows) as u64)
             .saturating_add(setup.variable_bytes_for_rows(rows as u64));
         let (least, max_page_bytes) = setup.padded_bytes_for_rows(rows);
         let share = BudgetSplit::new(
             &setup,
+            &plan,
             &part_bytes,
             batch.saturating_add(least),
             max_page_bytes.saturating_sub(least),
@@ -105,7 +108,7 @@ impl EpochReader {
         setup.pool.set_byte_limit(usize::try_from(setup.budget).unwrap_or(usize::MAX));
         let has_fetch_threads = setup.dataset.store().is_remote();
         let state = Mutex::new(EpochState::new(
-            &setup.plan,
+            &plan,
             part_bytes,
             share.blocks,
             share.ready_limits,
@@ -114,17 +117,20 @@ impl EpochReader {
         let (fetchers, threads) =
             (if has_fetch_threads { REMOTE_FETCH_THREADS } else { 0 }, setup.threads);
         let (work, room, ready) = (Condvar::new(), Condvar::new(), Condvar::new());
-        let shared = Arc::new(SharedEpoch { setup, fields, state, work, room, ready });
+        let shared = Arc::new(SharedEpoch { setup, plan, state, work, room, ready });
         let mut epoch = Self { shared, threads: Vec::new(), process: std::process::id() };
         for number in 0..threads {
-            epoch
-                .spawn_thread(format!("fd-reader-{number}"), |shared| shared.run_decode_thread())?;
+            epoch.spawn_thread(format!("fd-reader-{number}"), |shared| {
+                drop(shared.run_jobs(&shared.work, EpochState::next_decode_job));
+            })?;
         }
         for number in 0..fetchers {
             // Counted before the thread starts, because `close` waits for this number.
             epoch.shared.state.lock().fetchers += 1;
             epoch.spawn_thread(format!("{FETCH_THREAD_PREFIX}{number}"), |shared| {
-                shared.run_fetch_thread()
+                let next_job = |state: &mut EpochState, _: &EpochPlan| state.next_fetch_job();
+                shared.run_jobs(&shared.room, next_job).fetchers -= 1;
+                shared.ready.notify_all();
             })?;
         }
         Ok(epoch)
@@ -143,12 +149,7 @@ impl EpochReader {
 
     /// Returns the number of batches of the whole epoch.
     pub fn step_count(&self) -> u64 {
-        self.shared.setup.plan.step_count()
-    }
-
-    /// Returns the number of batches that are still to come.
-    pub fn remaining_step_count(&self) -> u64 {
-        self.step_count().saturating_sub(self.shared.state.lock().taken_batch_count())
+        self.shared.plan.step_count()
     }
 
     /// Returns the next batch, or [`NextBatch::Pending`] after `timeout`.
@@ -177,7 +178,7 @@ impl EpochReader {
             if state.ended {
                 return Err(Error::Ended);
             }
-            if let Some(job) = state.next_assembly(&shared.setup.plan) {
+            if let Some(job) = state.next_assembly(&shared.plan) {
                 drop(state);
                 shared.run_job(job, &mut DecodeScratch::default());
                 state = shared.state.lock();
@@ -311,10 +312,16 @@ impl BudgetSplit {
     /// Splits the budget for batches that take `batch` bytes, and up to `padded` more if a row is
     /// long. Most batches take less, so `padded` limits only the number of ready batches; it does
     /// not make a budget too small.
-    fn new(setup: &EpochSetup, part_bytes: &[(u64, u64)], batch: u64, padded: u64) -> Result<Self> {
+    fn new(
+        setup: &EpochSetup,
+        plan: &EpochPlan,
+        part_bytes: &[(u64, u64)],
+        batch: u64,
+        padded: u64,
+    ) -> Result<Self> {
         let budget = setup.budget;
         let largest = part_bytes.iter().map(|(_, besides)| *besides).max().unwrap_or(0);
-        let open = setup.plan.min_resident_bytes(|part| setup.part_memory_cost(part).0);
+        let open = plan.min_resident_bytes(|part| setup.part_memory_cost(part).0);
         let blocks = open.saturating_add(largest);
         // One batch at the consumer, and the next one.
         let batches = batch.saturating_mul(2);
@@ -341,38 +348,29 @@ impl BudgetSplit {
 }
 
 impl SharedEpoch {
-    fn run_decode_thread(&self) {
+    /// Carries out jobs until the epoch ends, and waits at `idle` if there are none. Returns the
+    /// locked state.
+    fn run_jobs(
+        &self,
+        idle: &Condvar,
+        next_job: impl Fn(&mut EpochState, &EpochPlan) -> Option<EpochJob>,
+    ) -> MutexGuard<'_, EpochState> {
         let mut bench = DecodeScratch::default();
         let mut state = self.state.lock();
         while !state.ended {
-            match state.next_decode_job(&self.setup.plan) {
+            match next_job(&mut state, &self.plan) {
                 Some(job) => MutexGuard::unlocked(&mut state, || {
                     self.run_job_catching_panics(job, &mut bench)
                 }),
-                None => self.work.wait(&mut state),
+                None => idle.wait(&mut state),
             }
         }
-    }
-
-    fn run_fetch_thread(&self) {
-        let mut bench = DecodeScratch::default();
-        let mut state = self.state.lock();
-        while !state.ended {
-            match state.next_fetch_job() {
-                Some(job) => MutexGuard::unlocked(&mut state, || {
-                    self.run_job_catching_panics(job, &mut bench)
-                }),
-                None => self.room.wait(&mut state),
-            }
-        }
-        state.fetchers -= 1;
-        drop(state);
-        self.ready.notify_all();
+        state
     }
 
     fn run_job_catching_panics(&self, job: EpochJob, bench: &mut DecodeScratch) {
         let part = match &job {
-            EpochJob::Fetch(part) | EpochJob::Load(part, _) => self.setup.plan.parts().get(*part),
+            EpochJob::Fetch(part) | EpochJob::Load(part, _) => self.plan.parts().get(*part),
             EpochJob::Assemble(..) => None,
         };
         let place = part.map_or((String::from("a batch"), 0), |part| {
@@ -396,14 +394,14 @@ impl SharedEpoch {
         match job {
             EpochJob::Fetch(number) => match self.fetch_part(number) {
                 Ok(bytes) => {
-                    self.state.lock().add_fetched(&self.setup.plan, number, bytes);
+                    self.state.lock().add_fetched(&self.plan, number, bytes);
                     self.work.notify_one();
                 }
                 Err(error) => self.fail_epoch(error),
             },
             EpochJob::Load(number, bytes) => match self.decode_part(number, bytes, bench) {
                 Ok(block) => {
-                    let part = self.setup.plan.parts().get(number);
+                    let part = self.plan.parts().get(number);
                     let expected = part.map_or(0, |part| self.setup.part_variable_bytes(part));
                     let more = block.variable_length_bytes().saturating_sub(expected);
                     self.state.lock().add_block(number, block, more);
@@ -414,7 +412,7 @@ impl SharedEpoch {
                 Err(error) => self.fail_epoch(error),
             },
             EpochJob::Assemble(mut draft, copying) => {
-                let columns = (&self.fields, &*self.setup.selected);
+                let columns = (&self.setup.fields, &*self.setup.selected);
                 let batch = match draft.copy_rows(columns, &copying, &self.setup.pool) {
                     Ok(batch) => batch,
                     Err(error) => return self.fail_epoch(error),
@@ -442,7 +440,7 @@ impl SharedEpoch {
 
     fn fetch_part(&self, number: usize) -> Result<FetchedPart> {
         let setup = &self.setup;
-        let part = setup.plan.parts().get(number).ok_or(Error::Ended)?;
+        let part = self.plan.parts().get(number).ok_or(Error::Ended)?;
         if setup.cache.as_ref().is_some_and(|cache| cache.contains_part(part)) {
             return Ok(None);
         }
@@ -460,7 +458,7 @@ impl SharedEpoch {
         bench: &mut DecodeScratch,
     ) -> Result<DecodedBlock> {
         let setup = &self.setup;
-        let part = setup.plan.parts().get(number).ok_or(Error::Ended)?;
+        let part = self.plan.parts().get(number).ok_or(Error::Ended)?;
         let (dataset, selected) = (&*setup.dataset, &*setup.selected);
         let maker =
             BlockDecoder { dataset, selected, pool: &setup.pool, cache: setup.cache.as_deref() };

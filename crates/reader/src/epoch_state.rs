@@ -319,9 +319,4 @@ impl EpochState {
         let few = self.next_step - self.next_out <= self.ready_limits.batches / 2;
         self.next_step < self.steps && few && self.ready_bytes <= self.ready_limits.bytes / 2
     }
-
-    /// Returns the number of batches that the consumer has taken.
-    pub(crate) fn taken_batch_count(&self) -> u64 {
-        self.next_out
-    }
 }

@@ -77,11 +77,8 @@ impl Default for ReaderOptions {
 /// A reader of one rank's rows of a data set.
 #[derive(Debug)]
 pub struct Reader {
-    dataset: Arc<ParquetDataset>,
-    selected: Arc<[SelectedColumn]>,
+    setup: EpochSetup,
     options: ReaderOptions,
-    pool: Arc<BufferPool>,
-    cache: Option<Arc<BlockCache>>,
 }
 
 impl Reader {
@@ -114,8 +111,21 @@ impl Reader {
             }
             None => None,
         };
-        let reader = Self { dataset, selected, options, pool: BufferPool::new(0), cache };
-        EpochPlan::new(reader.dataset.lane_layout(), &reader.epoch_request(0, 0))?;
+        let batch_field = |column: &SelectedColumn| BatchField {
+            element: column.output_element,
+            ..column.field.clone()
+        };
+        let setup = EpochSetup {
+            dataset,
+            fields: selected.iter().map(batch_field).collect(),
+            selected,
+            pool: BufferPool::new(0),
+            cache,
+            budget: options.byte_budget,
+            threads: options.threads.clamp(1, 64),
+        };
+        let reader = Self { setup, options };
+        EpochPlan::new(reader.setup.dataset.lane_layout(), &reader.epoch_request(0, 0))?;
         Ok(reader)
     }
 
@@ -135,16 +145,13 @@ impl Reader {
 
     /// Returns the fields of batches.
     pub fn fields(&self) -> Vec<BatchField> {
-        self.selected
-            .iter()
-            .map(|column| BatchField { element: column.output_element, ..column.field.clone() })
-            .collect()
+        self.setup.fields.to_vec()
     }
 
     /// Returns the number of batches of an epoch that starts after `start_row` rows; it is the same
     /// on every rank, except with [`TailPolicy::Join`].
     pub fn step_count(&self, start_row: u64) -> u64 {
-        self.epoch_request(0, start_row).step_count(self.dataset.manifest().rows)
+        self.epoch_request(0, start_row).step_count(self.setup.dataset.manifest().rows)
     }
 
     /// Starts an epoch.
@@ -152,17 +159,7 @@ impl Reader {
     /// # Errors
     /// A budget that is too small, or a thread that cannot be started.
     pub fn start_epoch(&self, epoch: u64, start_row: u64) -> Result<EpochReader> {
-        let plan =
-            EpochPlan::new(self.dataset.lane_layout(), &self.epoch_request(epoch, start_row))?;
-        EpochReader::start_threads(EpochSetup {
-            dataset: Arc::clone(&self.dataset),
-            selected: Arc::clone(&self.selected),
-            pool: Arc::clone(&self.pool),
-            cache: self.cache.clone(),
-            plan,
-            budget: self.options.byte_budget,
-            threads: self.options.threads.clamp(1, 64),
-        })
+        EpochReader::start_threads(self.setup.clone(), &self.epoch_request(epoch, start_row))
     }
 }
 

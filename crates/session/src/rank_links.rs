@@ -418,7 +418,7 @@ mod tests {
                 }
             }
         }
-        let parents = farandole_engine::control_plane_model::control_parents(&world, &members);
+        let parents = farandole_engine::control_plane_model::control_parents(&world, &members).0;
         let machines: Vec<&str> = world.seats.iter().map(|seat| seat.host.machine_name()).collect();
         let sockets = |own: &Rank| {
             let is_far = |peer: &usize| places[*peer] != places[own.index()];

@@ -42,7 +42,7 @@ impl ControlRound {
     pub fn simulate(cluster: &SimulatedCluster) -> Result<Self> {
         let world = cluster.formed_world()?;
         let members: Vec<Rank> = (0..cluster.ranks).map(Rank).collect();
-        let parents = control_plane_model::control_parents(&world, &members);
+        let parents = control_plane_model::control_parents(&world, &members).0;
         let mut children = vec![Vec::new(); parents.len()];
         for (child, parent) in parents.iter().enumerate() {
             if let Some(parent) = parent {

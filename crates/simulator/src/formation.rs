@@ -105,7 +105,7 @@ fn startup_links(
     formed: &formation_model::ModeledFormation,
 ) -> StartupLinks {
     let members: Vec<Rank> = (0..cluster.ranks).map(Rank).collect();
-    let parents = control_parents(&formed.world, &members);
+    let parents = control_parents(&formed.world, &members).0;
     let children =
         |rank: u32| parents.iter().filter(|parent| **parent == Some(rank)).count() as u64;
     let control = children(0);

@@ -37,7 +37,7 @@ mod timeline;
 
 pub use exposition::{EXPOSITION_CONTENT_TYPE, MetricSample, format_exposition};
 pub use nvtx::{NvtxDomain, NvtxRange};
-pub use record::{LogLine, OutputStream, PROGRESS_KIND, RecordSink, WorkerMetric, WorkerRecord};
+pub use record::{LogLine, OutputStream, RecordSink, WorkerMetric, WorkerRecord};
 pub use ring::{BoundedRing, DrainedRecords, RingWeight};
 pub use timeline::{
     OLD_FILE_SUFFIX, ProducedTensor, Timeline, TimelineOptions, TimelineOwner, TimelineTrack,

@@ -7,9 +7,6 @@ use std::fmt;
 
 use crate::ring::{BoundedRing, RingWeight};
 
-/// Kind of the metrics that move a progress bar.
-pub const PROGRESS_KIND: &str = "progress";
-
 /// Fixed cost of a record in a ring, so that many empty ones are bounded too.
 const RECORD_OVERHEAD_BYTES: usize = 64;
 
@@ -58,7 +55,7 @@ pub struct WorkerMetric {
     pub task: u32,
     /// Its rank.
     pub rank: Option<u32>,
-    /// The kind, such as [`PROGRESS_KIND`].
+    /// The kind, such as `progress`.
     pub kind: String,
     /// Its content; the two ends agree on the form.
     pub data: Vec<u8>,

@@ -441,19 +441,9 @@ impl Mesh {
         self.options.rank
     }
 
-    /// Returns the number of ranks in the world.
-    pub fn world_size(&self) -> u32 {
-        self.options.size
-    }
-
     /// Returns the host of a rank, as the rank itself published it.
     pub fn peer_host(&self, rank: Rank) -> Option<&HostHash> {
         self.peer_addresses.get(rank.index()).map(|peer| &peer.host)
-    }
-
-    /// Returns the process id of a rank on its host.
-    pub fn peer_pid(&self, rank: Rank) -> Option<u32> {
-        self.peer_addresses.get(rank.index()).map(|peer| peer.pid)
     }
 
     /// Returns the links that use TCP although both ends tried shared memory: the peer and the

@@ -21,10 +21,6 @@ use syn::{Attribute, Item, UseTree, Visibility};
 
 use crate::source_files::tracked_files;
 
-/// Crates whose files still use each other in circles. The list only gets shorter: a crate without
-/// circles must leave it, and no crate may join it.
-const CRATES_WITH_CIRCLES: [&str; 1] = ["engine"];
-
 /// Limit of the re-exports on the way to a definition.
 const MAX_REEXPORTS: usize = 16;
 
@@ -60,43 +56,26 @@ struct CrateTree {
 
 /// Prints every circle of files, and the names that tie it.
 pub(crate) fn print_circles(root: &Path) -> Result<()> {
-    let found: Vec<String> = find_circles(root)?.into_values().flatten().collect();
+    let found = find_circles(root)?;
     println!("{} circles of files", found.len());
     found.iter().for_each(|circle| println!("{circle}"));
     Ok(())
 }
 
-/// Fails if files of a crate use each other in a loop, except in [`CRATES_WITH_CIRCLES`].
+/// Fails if files of a crate use each other in a loop.
 pub(crate) fn check_circles(root: &Path) -> Result<()> {
-    let problems = circle_problems(&find_circles(root)?, &CRATES_WITH_CIRCLES);
-    if problems.is_empty() { Ok(()) } else { bail!("{}", problems.join("\n")) }
+    let found = find_circles(root)?;
+    if found.is_empty() { Ok(()) } else { bail!("circles of files:\n{}", found.join("\n")) }
 }
 
-/// Returns the circles of crates that must have none, and the crates that have none any more.
-fn circle_problems(found: &BTreeMap<String, Vec<String>>, allowed: &[&str]) -> Vec<String> {
-    let forbidden = found
-        .iter()
-        .filter(|(name, _)| !allowed.contains(&name.as_str()))
-        .map(|(name, circles)| format!("circles of files in {name}:\n{}", circles.join("\n")));
-    let fixed = allowed.iter().filter(|name| !found.contains_key(**name)).map(|name| {
-        format!("{name} has no circles of files any more: remove it from CRATES_WITH_CIRCLES")
-    });
-    forbidden.chain(fixed).collect()
-}
-
-/// Returns the circles of each crate that has some, by the name of the crate's directory.
-fn find_circles(root: &Path) -> Result<BTreeMap<String, Vec<String>>> {
-    let mut found = BTreeMap::new();
+/// Returns the circles of all crates.
+fn find_circles(root: &Path) -> Result<Vec<String>> {
+    let mut found = Vec::new();
     for path in tracked_files(root)? {
         let is_crate_root = path.ends_with("src/lib.rs")
             || (path.ends_with("src/main.rs") && !path.with_file_name("lib.rs").exists());
         if is_crate_root {
-            let circles = CrateTree::parse_crate(root, &path)?.describe_circles(root);
-            let directory = path.ancestors().nth(2).and_then(Path::file_name);
-            let name = directory.context("a crate has a directory")?.to_string_lossy();
-            if !circles.is_empty() {
-                found.insert(name.into_owned(), circles);
-            }
+            found.extend(CrateTree::parse_crate(root, &path)?.describe_circles(root));
         }
     }
     Ok(found)
@@ -369,15 +348,6 @@ mod tests {
             ("parent/child.rs", "use crate::Shared; pub fn work() { drop(None::<Shared>) }"),
         ]);
         assert_eq!(found.len(), 1);
-    }
-
-    #[test]
-    fn the_list_of_crates_with_circles_can_only_shrink() {
-        let found = BTreeMap::from([("a".to_owned(), vec!["x".to_owned()])]);
-        assert!(circle_problems(&found, &["a"]).is_empty());
-        assert_eq!(circle_problems(&found, &[]), ["circles of files in a:\nx"]);
-        let stale = circle_problems(&found, &["a", "b"]);
-        assert!(stale.len() == 1 && stale[0].starts_with("b has no circles"), "{stale:?}");
     }
 
     #[test]

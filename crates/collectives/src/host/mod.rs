@@ -49,6 +49,8 @@ use crate::{
     Result, TensorSegment,
 };
 use peer_links::{CollectiveJob, PeerLinks};
+use reducescatter::across_hosts::{HostReducescatterJob, is_joining_hosts_faster};
+use single_member::SingleMemberAllreduceJob;
 
 /// Most passes in one call of `make_progress`, so that the caller can check its deadline.
 const MAX_PASSES_PER_CALL: usize = 64;
@@ -57,7 +59,7 @@ const MAX_PASSES_PER_CALL: usize = 64;
 pub struct HostCommunicator {
     peers: PeerLinks,
     crossover: CrossoverTable,
-    queue: VecDeque<(OperationToken, PlannedOperation)>,
+    queue: VecDeque<(OperationToken, JobStart)>,
     running: Option<RunningOperation>,
     /// First failure, which every later call returns.
     failure: Option<Error>,
@@ -70,17 +72,10 @@ struct RunningOperation {
     done: bool,
 }
 
-/// Operation that passed its checks. Its job is created when its turn comes, because a job needs
-/// the agreed capacity.
-enum PlannedOperation {
-    Allreduce { reducer: BlockReducer, inputs: GatherList, outputs: GatherList },
-    Adasum { reducer: BlockReducer, tensors: Vec<usize>, inputs: GatherList, outputs: GatherList },
-    Broadcast { root: usize, inputs: GatherList, outputs: GatherList },
-    Allgather { segments: Vec<TensorSegment>, bytes: Vec<Vec<usize>> },
-    Alltoall { segment: TensorSegment, sends: Vec<usize>, receives: Vec<usize> },
-    Reducescatter { reducer: BlockReducer, segments: Vec<TensorSegment>, bytes: Vec<Vec<usize>> },
-    Barrier,
-}
+/// Creates the job of an operation that passed its checks. Called when its turn comes, because a
+/// job needs the agreed capacity.
+type JobStart =
+    Box<dyn FnOnce(&mut PeerLinks, &CrossoverTable) -> Result<Box<dyn CollectiveJob>> + Send>;
 
 impl HostCommunicator {
     /// Returns a communicator of `rank` and the peers of `links`, all on one host, with members in
@@ -132,12 +127,6 @@ impl HostCommunicator {
         self
     }
 
-    /// Returns the links. Another communicator can use them when all members have finished with
-    /// this one.
-    pub fn into_links(self) -> Vec<Link> {
-        self.peers.links
-    }
-
     fn make_reducer(
         &self,
         dtype: DataType,
@@ -153,8 +142,8 @@ impl HostCommunicator {
 
     fn advance_queue(&mut self, completed: &mut Vec<OperationToken>) -> Result<bool> {
         let Some(running) = &mut self.running else {
-            let Some((token, planned)) = self.queue.pop_front() else { return Ok(false) };
-            let job = planned.start_job(&mut self.peers, &self.crossover)?;
+            let Some((token, start)) = self.queue.pop_front() else { return Ok(false) };
+            let job = start(&mut self.peers, &self.crossover)?;
             // All at once, because links of one operation then open side by side.
             if self.peers.on_demand {
                 let links = job.used_links(&self.peers);
@@ -184,65 +173,11 @@ impl HostCommunicator {
     }
 }
 
-impl PlannedOperation {
-    fn start_job(
-        self,
-        peers: &mut PeerLinks,
-        crossover: &CrossoverTable,
-    ) -> Result<Box<dyn CollectiveJob>> {
-        Ok(match self {
-            Self::Allreduce { reducer, inputs, outputs } if peers.member_count() == 1 => {
-                Box::new(single_member::SingleMemberAllreduceJob::new(reducer, inputs, outputs))
-            }
-            Self::Allreduce { reducer, inputs, outputs } => {
-                match crossover.choose_algorithm(peers.shape, inputs.len(), peers.capacity) {
-                    AllreduceAlgorithm::Pipeline
-                        if in_place_allreduce::is_in_place_candidate(peers, &outputs) =>
-                    {
-                        Box::new(in_place_allreduce::InPlaceAllreduceJob::new(
-                            peers, reducer, inputs, outputs,
-                        ))
-                    }
-                    algorithm => start_allreduce(algorithm, peers, reducer, inputs, outputs)?,
-                }
-            }
-            Self::Adasum { reducer, inputs, outputs, .. } if peers.member_count() == 1 => {
-                Box::new(single_member::SingleMemberAllreduceJob::new(reducer, inputs, outputs))
-            }
-            Self::Adasum { reducer, tensors, inputs, outputs } => {
-                Box::new(adasum::AdasumJob::new(peers, reducer, &tensors, &inputs, outputs))
-            }
-            Self::Broadcast { root, inputs, outputs } => {
-                Box::new(broadcast::BroadcastJob::new(peers, root, inputs, outputs))
-            }
-            Self::Allgather { segments, bytes } => {
-                Box::new(allgather::AllgatherJob::new(peers, &segments, &bytes))
-            }
-            Self::Alltoall { segment, sends, receives } => {
-                Box::new(alltoall::AlltoallJob::new(peers, &segment, &sends, &receives))
-            }
-            Self::Reducescatter { reducer, segments, .. } if peers.member_count() == 1 => {
-                let (inputs, outputs) = gather_lists(segments);
-                Box::new(single_member::SingleMemberAllreduceJob::new(reducer, inputs, outputs))
-            }
-            Self::Reducescatter { reducer, segments, bytes }
-                if reducescatter::across_hosts::is_joining_hosts_faster(
-                    peers, crossover, &reducer, &bytes,
-                ) =>
-            {
-                Box::new(reducescatter::across_hosts::HostReducescatterJob::new(
-                    peers, reducer, &segments, &bytes,
-                ))
-            }
-            Self::Reducescatter { reducer, segments, bytes } => {
-                Box::new(reducescatter::ReducescatterJob::new(peers, reducer, &segments, &bytes))
-            }
-            Self::Barrier => Box::new(barrier::BarrierJob::new(peers)),
-        })
-    }
+fn boxed(job: impl CollectiveJob + 'static) -> Result<Box<dyn CollectiveJob>> {
+    Ok(Box::new(job))
 }
 
-/// Starts an allreduce over links.
+/// Creates the job of an allreduce over links.
 fn start_allreduce(
     algorithm: AllreduceAlgorithm,
     peers: &mut PeerLinks,
@@ -250,23 +185,23 @@ fn start_allreduce(
     inputs: GatherList,
     outputs: GatherList,
 ) -> Result<Box<dyn CollectiveJob>> {
-    Ok(match algorithm {
+    match algorithm {
         AllreduceAlgorithm::Direct => {
-            Box::new(direct_allreduce::DirectAllreduceJob::new(peers, reducer, inputs, outputs))
+            boxed(direct_allreduce::DirectAllreduceJob::new(peers, reducer, inputs, outputs))
         }
-        AllreduceAlgorithm::Doubling => Box::new(doubling_allreduce::DoublingAllreduceJob::new(
-            peers, reducer, &inputs, outputs,
-        )),
-        AllreduceAlgorithm::Pipeline => Box::new(pipelined_allreduce::PipelinedAllreduceJob::new(
+        AllreduceAlgorithm::Doubling => {
+            boxed(doubling_allreduce::DoublingAllreduceJob::new(peers, reducer, &inputs, outputs))
+        }
+        AllreduceAlgorithm::Pipeline => {
+            boxed(pipelined_allreduce::PipelinedAllreduceJob::new(peers, reducer, inputs, outputs)?)
+        }
+        AllreduceAlgorithm::Hierarchy => boxed(hierarchy_allreduce::HierarchicalAllreduceJob::new(
             peers, reducer, inputs, outputs,
         )?),
-        AllreduceAlgorithm::Hierarchy => Box::new(
-            hierarchy_allreduce::HierarchicalAllreduceJob::new(peers, reducer, inputs, outputs)?,
-        ),
         AllreduceAlgorithm::Halving => {
-            Box::new(halving_allreduce::HalvingAllreduceJob::new(peers, reducer, inputs, outputs)?)
+            boxed(halving_allreduce::HalvingAllreduceJob::new(peers, reducer, inputs, outputs)?)
         }
-    })
+    }
 }
 
 impl Communicator for HostCommunicator {
@@ -286,40 +221,64 @@ impl Communicator for HostCommunicator {
         if let Some(error) = &self.failure {
             return Err(error.clone());
         }
-        let planned = match operation {
+        let alone = self.peers.member_count() == 1;
+        let start: JobStart = match operation {
             CollectiveOperation::Allreduce { dtype, op, prescale, postscale, segments } => {
                 operand_checks::check_allreduce(dtype, &segments)?;
-                if op == ReduceOp::Adasum {
-                    operand_checks::check_adasum(dtype)?;
-                    let tensors = segments.iter().map(|segment| segment.input.len()).collect();
-                    // This reducer converts and scales one vector.
-                    let alone =
-                        ReductionSpec { dtype, op: ReduceOp::Sum, members: 1, prescale, postscale };
-                    let (inputs, outputs) = gather_lists(segments);
-                    let reducer = BlockReducer::new(alone)?;
-                    self.queue.push_back((
-                        token,
-                        PlannedOperation::Adasum { reducer, tensors, inputs, outputs },
-                    ));
-                    return Ok(());
-                }
-                let reducer = self.make_reducer(dtype, op, prescale, postscale)?;
+                let tensors: Vec<usize> =
+                    segments.iter().map(|segment| segment.input.len()).collect();
                 let (inputs, outputs) = gather_lists(segments);
-                PlannedOperation::Allreduce { reducer, inputs, outputs }
+                let is_adasum = op == ReduceOp::Adasum;
+                let reducer = if is_adasum {
+                    operand_checks::check_adasum(dtype)?;
+                    // This reducer converts and scales one vector.
+                    let op = ReduceOp::Sum;
+                    BlockReducer::new(ReductionSpec { dtype, op, members: 1, prescale, postscale })?
+                } else {
+                    self.make_reducer(dtype, op, prescale, postscale)?
+                };
+                match (alone, is_adasum) {
+                    (true, _) => Box::new(move |_, _| {
+                        boxed(SingleMemberAllreduceJob::new(reducer, inputs, outputs))
+                    }),
+                    (_, true) => Box::new(move |peers, _| {
+                        boxed(adasum::AdasumJob::new(peers, reducer, &tensors, &inputs, outputs))
+                    }),
+                    (_, false) => Box::new(move |peers, crossover| {
+                        let algorithm =
+                            crossover.choose_algorithm(peers.shape, inputs.len(), peers.capacity);
+                        if algorithm == AllreduceAlgorithm::Pipeline
+                            && in_place_allreduce::is_in_place_candidate(peers, &outputs)
+                        {
+                            return boxed(in_place_allreduce::InPlaceAllreduceJob::new(
+                                peers, reducer, inputs, outputs,
+                            ));
+                        }
+                        start_allreduce(algorithm, peers, reducer, inputs, outputs)
+                    }),
+                }
             }
             CollectiveOperation::Broadcast { root, segments } => {
                 operand_checks::check_broadcast(&self.peers, root, &segments)?;
                 let (inputs, outputs) = gather_lists(segments);
-                PlannedOperation::Broadcast { root, inputs, outputs }
+                Box::new(move |peers, _| {
+                    boxed(broadcast::BroadcastJob::new(peers, root, inputs, outputs))
+                })
             }
             CollectiveOperation::Allgather { segments, bytes } => {
                 operand_checks::check_allgather(&self.peers, &segments, &bytes)?;
-                PlannedOperation::Allgather { segments, bytes }
+                Box::new(move |peers, _| {
+                    boxed(allgather::AllgatherJob::new(peers, &segments, &bytes))
+                })
             }
-            CollectiveOperation::Barrier => PlannedOperation::Barrier,
+            CollectiveOperation::Barrier => {
+                Box::new(|peers, _| boxed(barrier::BarrierJob::new(peers)))
+            }
             CollectiveOperation::Alltoall { segment, sends, receives } => {
                 operand_checks::check_alltoall(&self.peers, &segment, &sends, &receives)?;
-                PlannedOperation::Alltoall { segment, sends, receives }
+                Box::new(move |peers, _| {
+                    boxed(alltoall::AlltoallJob::new(peers, &segment, &sends, &receives))
+                })
             }
             CollectiveOperation::Reducescatter {
                 dtype,
@@ -331,10 +290,25 @@ impl Communicator for HostCommunicator {
             } => {
                 operand_checks::check_reducescatter(&self.peers, dtype, &segments, &bytes)?;
                 let reducer = self.make_reducer(dtype, op, prescale, postscale)?;
-                PlannedOperation::Reducescatter { reducer, segments, bytes }
+                if alone {
+                    let (inputs, outputs) = gather_lists(segments);
+                    Box::new(move |_, _| {
+                        boxed(SingleMemberAllreduceJob::new(reducer, inputs, outputs))
+                    })
+                } else {
+                    Box::new(move |peers, crossover| {
+                        if is_joining_hosts_faster(peers, crossover, &reducer, &bytes) {
+                            boxed(HostReducescatterJob::new(peers, reducer, &segments, &bytes))
+                        } else {
+                            boxed(reducescatter::ReducescatterJob::new(
+                                peers, reducer, &segments, &bytes,
+                            ))
+                        }
+                    })
+                }
             }
         };
-        self.queue.push_back((token, planned));
+        self.queue.push_back((token, start));
         Ok(())
     }
 

@@ -4,46 +4,11 @@
 //! Submission with a short time of help: the submitting thread drives for a moment. If the
 //! operation completes in that time, no other thread is needed.
 
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::Engine;
 use crate::callbacks::CompletionCallback;
 use crate::{CollectiveRequest, RequestCompletion, RequestHandle, Result};
-
-/// Longest help: several times the duration of a small operation, and too short to delay the
-/// calling thread noticeably.
-const HELP_BUDGET: Duration = Duration::from_micros(150);
-/// Number of consecutive failed attempts after which help becomes rare.
-const MAX_FAILED_HELPS: u32 = 3;
-/// Help is then given in one of this many calls.
-const RETRY_HELP_EVERY: u32 = 16;
-
-/// Record of whether help has completed operations in time.
-#[derive(Debug, Default)]
-pub(super) struct InlineDriveBackoff {
-    failed_helps: AtomicU32,
-}
-
-impl InlineDriveBackoff {
-    /// Returns the time to help in this call.
-    fn next_inline_drive_budget(&self) -> Duration {
-        let vain = self.failed_helps.load(Ordering::Relaxed);
-        if vain < MAX_FAILED_HELPS || vain.is_multiple_of(RETRY_HELP_EVERY) {
-            HELP_BUDGET
-        } else {
-            Duration::ZERO
-        }
-    }
-
-    fn record_drive_outcome(&self, over: bool) {
-        if over {
-            self.failed_helps.store(0, Ordering::Relaxed);
-        } else {
-            self.failed_helps.fetch_add(1, Ordering::Relaxed);
-        }
-    }
-}
 
 impl Engine {
     /// Submits requests, several as one group, and drives the engine on this thread for a moment.
@@ -55,21 +20,13 @@ impl Engine {
     /// Like [`Engine::submit_group`]; `later` is not called then.
     pub fn submit_and_drive_briefly(
         &self,
-        mut requests: Vec<CollectiveRequest>,
+        requests: Vec<CollectiveRequest>,
         later: impl FnOnce() -> Vec<CompletionCallback>,
     ) -> Result<Option<Vec<Result<RequestCompletion>>>> {
         self.check_original_process()?;
         // Before the submission: after it, the results would have no thread for their callbacks.
         self.inner.callbacks.start_callback_thread_if_needed()?;
-        let handles = match requests.pop() {
-            // A group of one would have another signature than the request alone, and so no common
-            // cache entry.
-            Some(request) if requests.is_empty() => vec![self.admit_request(request, None)?],
-            last => {
-                requests.extend(last);
-                self.admit_group(requests, Vec::new())?
-            }
-        };
+        let handles = self.admit_group(requests, Vec::new())?;
         let budget = self.help_backoff.next_inline_drive_budget();
         let results = if budget.is_zero() {
             self.inner.announce_submission();
@@ -127,23 +84,5 @@ impl Engine {
         // If the engine has ended meanwhile, the callback thread has ended too: run the remaining
         // calls here.
         calls.into_iter().for_each(|(callback, result)| callback(result));
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn useless_help_becomes_rare_and_is_complete_again_once_it_pays() {
-        let backoff = InlineDriveBackoff::default();
-        let given = || {
-            let budget = backoff.next_inline_drive_budget();
-            backoff.record_drive_outcome(false);
-            !budget.is_zero()
-        };
-        assert_eq!((0..32).filter(|_| given()).count(), 4, "the first three, and the sixteenth");
-        backoff.record_drive_outcome(true);
-        assert_eq!(backoff.next_inline_drive_budget(), HELP_BUDGET);
     }
 }

@@ -64,7 +64,7 @@ fn a_forked_child_gets_an_error_that_says_how_to_start_workers() {
     for error in [
         engine.submit(barrier()).unwrap_err(),
         engine.submit_group(vec![barrier()]).unwrap_err(),
-        engine.submit_with_callback(barrier(), Box::new(drop)).unwrap_err(),
+        engine.submit_group_with_callbacks(vec![barrier()], vec![Box::new(drop)]).unwrap_err(),
         engine.poll(handle).unwrap_err(),
         engine.wait(handle, Duration::ZERO).unwrap_err(),
     ] {
@@ -184,9 +184,8 @@ fn operations_that_a_panic_interrupted_end_too() {
     let handle = engine.submit_before_wait(barrier()).unwrap();
     let (sender, results) = std::sync::mpsc::channel();
     let called = CollectiveRequest::barrier("called", ProcessSetId::GLOBAL);
-    engine
-        .submit_with_callback(called, Box::new(move |result| sender.send(result).unwrap()))
-        .unwrap();
+    let done: CompletionCallback = Box::new(move |result| sender.send(result).unwrap());
+    engine.submit_group_with_callbacks(vec![called], vec![done]).unwrap();
     let mut lost = std::collections::VecDeque::new();
     engine.inner.submissions.lock().drain_queue(&mut lost);
     assert_eq!(lost.len(), 2);
@@ -212,9 +211,8 @@ fn a_panic_ends_the_engine_on_any_driving_thread() {
         // Nobody waits.
         let engine = start(at_once);
         let (sender, results) = std::sync::mpsc::channel();
-        engine
-            .submit_with_callback(barrier(), Box::new(move |result| sender.send(result).unwrap()))
-            .unwrap();
+        let done: CompletionCallback = Box::new(move |result| sender.send(result).unwrap());
+        engine.submit_group_with_callbacks(vec![barrier()], vec![done]).unwrap();
         ended(&engine, results.recv_timeout(Duration::from_secs(20)).unwrap());
     }
 }

@@ -7,11 +7,13 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::background_thread::HEARTBEAT_INTERVAL;
 use super::spin_budget::SpinBudget;
-use super::{DriveGoal, DriverState, EngineShared, HEARTBEAT_INTERVAL};
+use super::{DriveGoal, DriverState, EngineShared};
 use crate::StopCause;
 use crate::callbacks::DueCallback;
-use crate::set::{FinishedRequest, ProcessSet, StepResult, answer_stall_queries};
+use crate::error::StepResult;
+use crate::set::{FinishedRequest, ProcessSet, answer_stall_queries};
 use crate::submission_table::CheckedSubmission;
 
 /// Interval at which the driver checks deadlines.
@@ -222,7 +224,7 @@ impl EngineShared {
         driver.sets.retain_mut(|set| {
             let over = set.is_retired_and_drained(now);
             if over {
-                *past = past.sum_with(set.statistics);
+                *past = past.sum_with(set.statistics());
             }
             !over
         });

@@ -162,7 +162,7 @@ mod tests {
     use loom::thread;
 
     use super::*;
-    use crate::set::{FinishedRequest, simulation::allreduce_request};
+    use crate::set::{FinishedRequest, tests::allreduce_request};
     use crate::submission_table::{CheckedSubmission, SubmissionTable};
     use crate::{RequestCompletion, RequestHandle};
 

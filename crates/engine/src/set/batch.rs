@@ -19,10 +19,10 @@ use farandole_kernels::{Buffer, HostMemory, MemoryKind, ReduceOp};
 use farandole_negotiation::{CachedResponse, CollectiveCall, MemorySite, RequestSignature};
 use farandole_world::Rank;
 
-use super::join::NO_HANDLE;
+use super::local_requests::{FinishedRequest, NO_HANDLE, PendingEntry};
 use super::operation_trace::BatchSpan;
-use super::row_share;
-use super::{FinishedRequest, PendingEntry, ProcessSetContext, StepResult};
+use super::set_scope::SetScope;
+use crate::error::StepResult;
 use crate::{Error, RequestCompletion, StopCause};
 
 /// Size in bytes of a piece of device memory in staging memory: large enough for the link to the
@@ -123,11 +123,6 @@ impl FusedBatch {
         self.parts.iter().filter_map(|part| part.entry.as_ref())
     }
 
-    /// Returns the requests of the batch.
-    pub(super) fn into_entries(self) -> impl Iterator<Item = PendingEntry> {
-        self.parts.into_iter().filter_map(|part| part.entry)
-    }
-
     fn first_signature(&self) -> Option<&RequestSignature> {
         self.parts.first().map(|part| &part.agreed.signature)
     }
@@ -207,11 +202,7 @@ impl FusedBatch {
     }
 
     /// Starts missing copies of inputs. Returns whether the communicator can read all inputs.
-    pub(super) fn poll_input_copies(
-        &mut self,
-        shared: &ProcessSetContext,
-        position: (usize, usize),
-    ) -> StepResult<bool> {
+    pub(super) fn poll_input_copies(&mut self, scope: &SetScope) -> StepResult<bool> {
         for part in &mut self.parts {
             if let Some(event) = &part.ready {
                 if !event.is_ready()? {
@@ -222,7 +213,7 @@ impl FusedBatch {
         }
         if !self.loading {
             self.loading = true;
-            self.begin_input_copies(shared, position)?;
+            self.begin_input_copies(scope)?;
         }
         while let Some(copy) = self.copies.last() {
             if !copy.is_ready()? {
@@ -239,14 +230,10 @@ impl FusedBatch {
         self.loading
     }
 
-    fn begin_input_copies(
-        &mut self,
-        shared: &ProcessSetContext,
-        (me, members): (usize, usize),
-    ) -> Result<(), CollectiveError> {
+    fn begin_input_copies(&mut self, scope: &SetScope) -> Result<(), CollectiveError> {
         if !self.is_all_on_devices() || !self.is_elementwise() {
             for part in &mut self.parts {
-                self.copies.extend(part.load_input(shared, me, members)?);
+                self.copies.extend(part.load_input(scope)?);
             }
             return Ok(());
         }
@@ -254,7 +241,7 @@ impl FusedBatch {
         let Some(device) = self
             .parts
             .first()
-            .map(|part| shared.devices.device_of_buffer(&part.input))
+            .map(|part| scope.context.devices.device_of_buffer(&part.input))
             .transpose()?
             .flatten()
         else {
@@ -264,7 +251,7 @@ impl FusedBatch {
         };
         let block = device.allocate_staging(total)?;
         // In a broadcast only the root's input is read.
-        if total > 0 && self.broadcast_root().is_none_or(|root| root == shared.world.rank) {
+        if total > 0 && self.broadcast_root().is_none_or(|root| root == scope.context.world.rank) {
             let pairs = self.staging_pairs(&block, |part| Some(part.input.clone()));
             let pairs: Vec<_> =
                 pairs.into_iter().map(|(memory, tensor)| (tensor, memory)).collect();
@@ -300,8 +287,9 @@ impl FusedBatch {
     /// are any.
     pub(super) fn begin_result_copies(
         &mut self,
-        shared: &ProcessSetContext,
+        scope: &SetScope,
     ) -> Result<Option<Arc<dyn DeviceEvent>>, CollectiveError> {
+        let devices = &scope.context.devices;
         let Some(block) = self.block.take() else {
             let pairs: Vec<_> = self.parts.iter().filter_map(BatchPart::copy_back_pair).collect();
             let mut last = None;
@@ -311,21 +299,21 @@ impl FusedBatch {
                 pairs.chunk_by(|(_, one), (_, other)| one.memory_kind() == other.memory_kind())
             {
                 if let Some((_, tensor)) = pairs.first()
-                    && let Some(device) = shared.devices.device_of_buffer(tensor)?
+                    && let Some(device) = devices.device_of_buffer(tensor)?
                 {
                     last = Some(device.copy_all_async(pairs)?);
                 }
             }
             return Ok(last);
         };
-        let own = self.broadcast_root() == Some(shared.world.rank);
+        let own = self.broadcast_root() == Some(scope.context.world.rank);
         // If the root sent from its own output, the output already holds the result.
         let sent =
             |part: &BatchPart, output: &Buffer| own && output.address() == part.input.address();
         let pairs = self
             .staging_pairs(&block, |part| part.output.clone().filter(|output| !sent(part, output)));
         let Some((_, tensor)) = pairs.first() else { return Ok(None) };
-        let Some(device) = shared.devices.device_of_buffer(tensor)? else { return Ok(None) };
+        let Some(device) = devices.device_of_buffer(tensor)? else { return Ok(None) };
         device.copy_all_async(&pairs).map(Some)
     }
 
@@ -335,8 +323,7 @@ impl FusedBatch {
     /// `Device` if memory for a result without an output cannot be allocated.
     pub(super) fn prepare_device_operation(
         &mut self,
-        members: &[Rank],
-        me: usize,
+        scope: &SetScope,
         communicator: &mut dyn Communicator,
     ) -> Result<(CollectiveOperation, Vec<Arc<dyn DeviceEvent>>), CollectiveError> {
         let mut events: Vec<Arc<dyn DeviceEvent>> = Vec::new();
@@ -347,26 +334,26 @@ impl FusedBatch {
             {
                 events.push(event);
             }
-            let output = part.prepare_device_output(me, members.len(), communicator)?;
+            let output = part.prepare_device_output(scope, communicator)?;
             part.segment = Some(TensorSegment { input: part.input.clone(), output });
         }
-        Ok((self.take_segments_as_operation(members), events))
+        Ok((self.take_segments_as_operation(scope), events))
     }
 
     /// Returns the operation without tensors.
-    pub(super) fn operation_without_tensors(&self, members: &[Rank]) -> CollectiveOperation {
-        self.operation_on_segments(Vec::new(), members)
+    pub(super) fn operation_without_tensors(&self, scope: &SetScope) -> CollectiveOperation {
+        self.operation_on_segments(Vec::new(), scope)
     }
 
-    pub(super) fn take_segments_as_operation(&mut self, members: &[Rank]) -> CollectiveOperation {
+    pub(super) fn take_segments_as_operation(&mut self, scope: &SetScope) -> CollectiveOperation {
         let segments = self.parts.iter_mut().filter_map(|part| part.segment.take()).collect();
-        self.operation_on_segments(segments, members)
+        self.operation_on_segments(segments, scope)
     }
 
     fn operation_on_segments(
         &self,
         mut segments: Vec<TensorSegment>,
-        members: &[Rank],
+        scope: &SetScope,
     ) -> CollectiveOperation {
         let Some(first) = self.parts.first() else { return CollectiveOperation::Barrier };
         let signature = &first.agreed.signature;
@@ -381,7 +368,7 @@ impl FusedBatch {
                 }
             }
             CollectiveCall::Broadcast { root } => {
-                let root = members.iter().position(|rank| rank.0 == root).unwrap_or_default();
+                let root = scope.members.iter().position(|rank| rank.0 == root).unwrap_or_default();
                 CollectiveOperation::Broadcast { root, segments }
             }
             CollectiveCall::Allgather => {
@@ -403,8 +390,8 @@ impl FusedBatch {
             }
             CollectiveCall::Reducescatter { op, prescale, postscale } => {
                 let parts = |part: &BatchPart| {
-                    let rows = (0..members.len())
-                        .map(|member| member_rows(&part.agreed, member, members.len()));
+                    let rows = (0..scope.members.len())
+                        .map(|member| member_rows(&part.agreed, member, scope));
                     let unit = part.agreed.signature.row_bytes();
                     rows.map(|rows| to_usize(rows.saturating_mul(unit))).collect()
                 };
@@ -468,23 +455,19 @@ impl FusedBatch {
     ) {
         self.state = BatchState::Done;
         self.block = None;
-        for PendingEntry { handle, name, operation, .. } in
-            self.parts.drain(..).filter_map(|part| part.entry)
-        {
+        for entry in self.parts.drain(..).filter_map(|part| part.entry) {
             let error = Error::Unsupported {
-                operation,
-                tensor: Arc::clone(&name),
+                operation: entry.operation,
+                tensor: Arc::clone(&entry.name),
                 cause: Arc::clone(cause),
             };
-            finished.push(FinishedRequest { handle, name, result: Err(error) });
+            finished.push(entry.into_finished(Err(error)));
         }
     }
 
     pub(super) fn fail_requests(self, cause: &Arc<StopCause>, finished: &mut Vec<FinishedRequest>) {
-        for entry in self.into_entries() {
-            let result = Err(entry.failure_error(cause));
-            finished.push(FinishedRequest { handle: entry.handle, name: entry.name, result });
-        }
+        let entries = self.parts.into_iter().filter_map(|part| part.entry);
+        finished.extend(entries.map(|entry| entry.into_failed(cause)));
     }
 }
 
@@ -501,9 +484,16 @@ fn bytes_by_member(agreed: &CachedResponse) -> Vec<usize> {
 }
 
 /// Returns the number of rows of a reducescatter's result for `member`.
-fn member_rows(agreed: &CachedResponse, member: usize, members: usize) -> u64 {
+fn member_rows(agreed: &CachedResponse, member: usize, scope: &SetScope) -> u64 {
     let rows = agreed.signature.shape.first().copied().unwrap_or_default();
-    row_share(rows, member, members)
+    row_share(rows, member, scope.members.len())
+}
+
+/// Returns the number of rows of a member: an equal share, and one more for the first members if
+/// rows are left over.
+pub(crate) fn row_share(rows: u64, member: usize, members: usize) -> u64 {
+    let (member, members) = (member as u64, members.max(1) as u64);
+    rows / members + u64::from(member < rows % members)
 }
 
 impl BatchPart {
@@ -550,15 +540,13 @@ impl BatchPart {
     /// copy.
     fn load_input(
         &mut self,
-        shared: &ProcessSetContext,
-        me: usize,
-        members: usize,
+        scope: &SetScope,
     ) -> Result<Option<Arc<dyn DeviceEvent>>, CollectiveError> {
         let call = self.agreed.signature.call;
         if call.moves_no_data() {
             return Ok(None);
         }
-        let (input, copy) = match shared.devices.device_of_buffer(&self.input)? {
+        let (input, copy) = match scope.context.devices.device_of_buffer(&self.input)? {
             None => (self.input.clone(), None),
             Some(device) => {
                 let staging = device
@@ -573,12 +561,12 @@ impl BatchPart {
                 (staging, copy)
             }
         };
-        let output = self.prepare_host_output(shared, self.result_bytes(me, members))?;
+        let output = self.prepare_host_output(scope)?;
         self.segment = Some(TensorSegment { input, output });
         Ok(copy)
     }
 
-    fn result_bytes(&self, me: usize, members: usize) -> usize {
+    fn result_bytes(&self, scope: &SetScope) -> usize {
         match self.agreed.signature.call {
             CollectiveCall::Allgather => bytes_by_member(&self.agreed).iter().sum(),
             CollectiveCall::Alltoall { .. } => rows_to_bytes(
@@ -589,7 +577,7 @@ impl BatchPart {
                     .fold(0, |sum, rows| rows.saturating_add(sum)),
             ),
             CollectiveCall::Reducescatter { .. } => {
-                let rows = member_rows(&self.agreed, me, members);
+                let rows = member_rows(&self.agreed, scope.own_index(), scope);
                 to_usize(rows.saturating_mul(self.agreed.signature.row_bytes()))
             }
             _ => self.input.len(),
@@ -613,11 +601,10 @@ impl BatchPart {
     /// is one and it fits.
     fn prepare_device_output(
         &mut self,
-        me: usize,
-        members: usize,
+        scope: &SetScope,
         communicator: &mut dyn Communicator,
     ) -> Result<Buffer, CollectiveError> {
-        let bytes = self.result_bytes(me, members);
+        let bytes = self.result_bytes(scope);
         self.note_output_misfit(bytes);
         match &self.output {
             Some(output) if self.misfit.is_none() => Ok(output.clone()),
@@ -632,15 +619,12 @@ impl BatchPart {
 
     /// Returns the memory that the communicator of hosts writes: the request's output if it is on
     /// the host and fits.
-    fn prepare_host_output(
-        &mut self,
-        shared: &ProcessSetContext,
-        bytes: usize,
-    ) -> Result<Buffer, CollectiveError> {
+    fn prepare_host_output(&mut self, scope: &SetScope) -> Result<Buffer, CollectiveError> {
+        let bytes = self.result_bytes(scope);
         self.note_output_misfit(bytes);
         let memory = match &self.output {
             Some(_) if self.misfit.is_some() => HostMemory::new(bytes),
-            Some(output) => match shared.devices.device_of_buffer(output)? {
+            Some(output) => match scope.context.devices.device_of_buffer(output)? {
                 None => return Ok(output.clone()),
                 Some(device) => device.allocate_staging(bytes)?,
             },

@@ -6,18 +6,18 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::Instant;
 
 use farandole_collectives::{Communicator, DeviceEvent, Error as CollectiveError, OperationToken};
 use farandole_negotiation::CachedResponse;
-use farandole_world::Rank;
 
 use super::batch::{BatchRoute, BatchState, FusedBatch, STAGING_PIECE_BYTES};
 use super::device_communicator::{DeviceCommunicator, NEGOTIATION_TOKEN};
+use super::local_requests::{FinishedRequest, LocalRequests, PendingEntry};
 use super::operation_trace::BatchSpan;
+use super::set_scope::SetScope;
 use super::splits_exchange::{SPLITS_TOKEN, SplitsExchange};
-use super::{FinishedRequest, PendingEntry, ProcessSet, ProcessSetContext, StepResult};
 use crate::StopCause;
+use crate::error::StepResult;
 use crate::timeline::{MEMCPY_IN_HOST_BUFFER, MEMCPY_OUT_HOST_BUFFER, WAIT_FOR_DATA};
 
 /// Largest number of pieces that are copied in ahead of their turn.
@@ -39,7 +39,10 @@ pub(super) struct BatchExecution {
     tokens: Vec<OperationToken>,
     launched: Vec<(OperationToken, Arc<dyn DeviceEvent>)>,
     /// Whether a communicator failed or is not used any more.
-    pub(super) broken: bool,
+    broken: bool,
+    /// Number of operations and tensors that were queued.
+    pub(super) operations: u64,
+    pub(super) tensors: u64,
 }
 
 impl BatchExecution {
@@ -54,7 +57,13 @@ impl BatchExecution {
             tokens: Vec::new(),
             launched: Vec::new(),
             broken: false,
+            operations: 0,
+            tensors: 0,
         }
+    }
+
+    pub(super) fn is_broken(&self) -> bool {
+        self.broken
     }
 
     /// Returns whether there are no batches.
@@ -90,23 +99,54 @@ impl BatchExecution {
         self.batches.front().map(|batch| batch.list)
     }
 
-    pub(super) fn push_batch(
+    /// Queues an operation of a list, with this rank's request for each tensor.
+    ///
+    /// # Errors
+    /// `Protocol` if this rank has not announced a tensor.
+    pub(super) fn queue_operation(
         &mut self,
+        scope: &SetScope,
         list: u64,
-        entries: Vec<(PendingEntry, Arc<CachedResponse>)>,
-        span: Option<BatchSpan>,
-    ) {
+        tensors: Vec<Arc<CachedResponse>>,
+        requests: &mut LocalRequests,
+    ) -> StepResult {
+        let mut entries = Vec::with_capacity(tensors.len());
+        let mut unknown = None;
+        for agreed in tensors {
+            match requests.take_entry(&agreed.name) {
+                Some(entry) => entries.push((entry, agreed)),
+                None if requests.has_joined() => {
+                    entries.push((PendingEntry::substitute(&agreed), agreed));
+                }
+                None => unknown = Some(agreed),
+            }
+        }
+        self.operations += 1;
+        self.tensors += entries.len() as u64;
+        let span = if scope.context.tracer.is_enabled() {
+            let agreed: Vec<_> = entries.iter().map(|(_, agreed)| &**agreed).collect();
+            BatchSpan::begin(scope, list, &agreed)
+        } else {
+            None
+        };
+        // Queued even if a tensor is unknown: its entries then fail with the engine, and none is
+        // lost.
         self.batches.push_back(FusedBatch::new(list, entries, span));
+        match unknown {
+            None => Ok(()),
+            Some(agreed) => Err(StopCause::Protocol {
+                rank: scope.members[0],
+                reason: format!(
+                    "a tensor that this rank did not announce is to be executed: {}",
+                    agreed.name
+                ),
+            }),
+        }
     }
 
     /// Returns the requests that are not complete.
     pub(super) fn pending_entries(&self) -> impl Iterator<Item = &PendingEntry> {
         self.batches.iter().flat_map(FusedBatch::pending_entries)
-    }
-
-    /// Returns the request that has waited longest.
-    pub(super) fn oldest_entry(&self) -> Option<&PendingEntry> {
-        self.pending_entries().min_by_key(|entry| entry.since)
     }
 
     /// Closes the communicators' links.
@@ -134,21 +174,22 @@ impl BatchExecution {
             batch.fail_requests(cause, finished);
         }
     }
-}
 
-impl ProcessSet {
-    pub(super) fn execute_batches(
+    /// Starts batches whose turn it is, and completes those that the communicators have finished.
+    /// Returns whether anything moved, and the loss of a link, which may have a better explanation.
+    ///
+    /// # Errors
+    /// The cause for which the engine must stop.
+    pub(super) fn advance_batches(
         &mut self,
-        now: Instant,
+        scope: &SetScope,
         finished: &mut Vec<FinishedRequest>,
-    ) -> StepResult<bool> {
-        if self.execution.broken
-            || (self.execution.batches.is_empty() && !self.execution.has_device_work())
-        {
-            return Ok(false);
+    ) -> StepResult<(bool, Option<StopCause>)> {
+        if self.broken || (self.batches.is_empty() && !self.has_device_work()) {
+            return Ok((false, None));
         }
-        let mut moved = self.execution.start_batches(&self.options, &self.members, finished)?;
-        match self.execution.progress_batches(&self.options, &self.members, finished) {
+        let (mut moved, mut loss) = (self.start_batches(scope, finished)?, None);
+        match self.progress_batches(scope, finished) {
             Ok(progressed) => moved |= progressed,
             // Wait for reports of other ranks, which may name the rank that failed.
             Err(
@@ -157,27 +198,19 @@ impl ProcessSet {
                     CollectiveError::Transport(_) | CollectiveError::Lost { .. },
                 )),
             ) => {
-                self.execution.broken = true;
-                self.suspect.get_or_insert((now, cause));
+                self.broken = true;
+                loss = Some(cause);
             }
             Err(cause) => return Err(cause),
         }
-        self.execution.drop_finished_batches();
-        Ok(moved)
-    }
-}
-
-impl BatchExecution {
-    /// Returns the index of this member and the number of members.
-    fn own_position(&self) -> (usize, usize) {
-        self.communicator.as_ref().map_or((0, 1), |all| (all.member_index(), all.member_count()))
+        self.drop_finished_batches();
+        Ok((moved, loss))
     }
 
     /// Submits batches to the communicators in order, up to the first whose inputs are not ready.
     fn start_batches(
         &mut self,
-        shared: &ProcessSetContext,
-        members: &[Rank],
+        scope: &SetScope,
         finished: &mut Vec<FinishedRequest>,
     ) -> StepResult<bool> {
         let before = self.started;
@@ -185,10 +218,10 @@ impl BatchExecution {
             if !self.check_or_exchange_splits()? {
                 break;
             }
-            let started = match self.choose_route(shared, members)? {
+            let started = match self.choose_route(scope)? {
                 BatchRoute::Undecided => false,
-                BatchRoute::Host => self.start_batch_on_hosts(shared, members, finished)?,
-                BatchRoute::Device => self.start_batch_on_devices(members)?,
+                BatchRoute::Host => self.start_batch_on_hosts(scope, finished)?,
+                BatchRoute::Device => self.start_batch_on_devices(scope)?,
             };
             if !started {
                 break;
@@ -217,12 +250,7 @@ impl BatchExecution {
 
     /// Chooses the route of the next batch, the same on every member. Returns `Undecided` while the
     /// communicator among devices is being negotiated.
-    fn choose_route(
-        &mut self,
-        shared: &ProcessSetContext,
-        members: &[Rank],
-    ) -> StepResult<BatchRoute> {
-        let position = self.own_position();
+    fn choose_route(&mut self, scope: &SetScope) -> StepResult<BatchRoute> {
         let Some(batch) = self.batches.get(self.started) else { return Ok(BatchRoute::Undecided) };
         if batch.route != BatchRoute::Undecided || self.communicator.is_none() {
             return Ok(batch.route);
@@ -240,13 +268,12 @@ impl BatchExecution {
                     return Ok(BatchRoute::Undecided);
                 }
                 DeviceCommunicator::Ready(communicator) => {
-                    if communicator.can_execute(&batch.operation_without_tensors(members)) {
+                    if communicator.can_execute(&batch.operation_without_tensors(scope)) {
                         route = BatchRoute::Device;
                     }
                 }
                 DeviceCommunicator::NotNegotiated => {
-                    let negotiation =
-                        self.device_communicator.begin_negotiation(shared, position.1);
+                    let negotiation = self.device_communicator.begin_negotiation(scope);
                     if let Some(communicator) = &mut self.communicator {
                         communicator.submit_operation(NEGOTIATION_TOKEN, negotiation)?;
                     }
@@ -277,18 +304,16 @@ impl BatchExecution {
 
     fn start_batch_on_hosts(
         &mut self,
-        shared: &ProcessSetContext,
-        members: &[Rank],
+        scope: &SetScope,
         finished: &mut Vec<FinishedRequest>,
     ) -> StepResult<bool> {
-        let position = self.own_position();
         let held = self.batches.iter().filter(|batch| batch.holds_staging_memory()).count();
         let Some(batch) = self.batches.get_mut(self.started) else { return Ok(false) };
         // Earlier pieces release their staging memory without this one.
         if batch.follows && held >= MAX_STAGED_PIECES && !batch.holds_staging_memory() {
             return Ok(false);
         }
-        let loaded = batch.poll_input_copies(shared, position)?;
+        let loaded = batch.poll_input_copies(scope)?;
         if !loaded {
             batch.enter_timeline_activity(if batch.has_begun_input_copies() {
                 MEMCPY_IN_HOST_BUFFER
@@ -301,7 +326,7 @@ impl BatchExecution {
             if !next.follows {
                 break;
             }
-            next.poll_input_copies(shared, position)?;
+            next.poll_input_copies(scope)?;
         }
         let (Some(batch), Some(communicator)) =
             (self.batches.get_mut(self.started), &mut self.communicator)
@@ -312,7 +337,7 @@ impl BatchExecution {
             return Ok(false);
         }
         let token = OperationToken(self.first_token + self.started as u64);
-        match communicator.submit_operation(token, batch.take_segments_as_operation(members)) {
+        match communicator.submit_operation(token, batch.take_segments_as_operation(scope)) {
             Ok(()) => batch.mark_running(),
             // Every rank refuses it in the same way, so the engine can continue.
             Err(cause @ CollectiveError::Unsupported { .. }) => {
@@ -323,16 +348,14 @@ impl BatchExecution {
         Ok(true)
     }
 
-    fn start_batch_on_devices(&mut self, members: &[Rank]) -> StepResult<bool> {
-        let (me, _) = self.own_position();
+    fn start_batch_on_devices(&mut self, scope: &SetScope) -> StepResult<bool> {
         let token = OperationToken(self.first_token + self.started as u64);
         let (Some(batch), Some(communicator)) =
             (self.batches.get_mut(self.started), self.device_communicator.ready_communicator())
         else {
             return Ok(false);
         };
-        let (operation, events) =
-            batch.prepare_device_operation(members, me, &mut **communicator)?;
+        let (operation, events) = batch.prepare_device_operation(scope, &mut **communicator)?;
         communicator.submit_after_events(token, operation, events)?;
         batch.mark_running();
         Ok(true)
@@ -341,11 +364,9 @@ impl BatchExecution {
     /// Makes progress in the communicators, and completes the batches that they have finished.
     fn progress_batches(
         &mut self,
-        shared: &ProcessSetContext,
-        members: &[Rank],
+        scope: &SetScope,
         finished: &mut Vec<FinishedRequest>,
     ) -> StepResult<bool> {
-        let (me, _) = self.own_position();
         let mut moved = false;
         if let Some(communicator) = self.communicator.as_mut().filter(|all| all.pending_count() > 0)
         {
@@ -354,7 +375,7 @@ impl BatchExecution {
         let mut tokens = std::mem::take(&mut self.tokens);
         for token in tokens.drain(..) {
             if token == NEGOTIATION_TOKEN {
-                let next = self.device_communicator.advance_negotiation(shared, members, me)?;
+                let next = self.device_communicator.advance_negotiation(scope)?;
                 if let (Some(negotiation), Some(communicator)) = (next, &mut self.communicator) {
                     communicator.submit_operation(NEGOTIATION_TOKEN, negotiation)?;
                 }
@@ -370,7 +391,7 @@ impl BatchExecution {
                 }
                 // The copy is only queued: the stream of the caller waits for it, so this thread
                 // can start the next batch.
-                let reached = batch.begin_result_copies(shared)?;
+                let reached = batch.begin_result_copies(scope)?;
                 batch.complete_requests(reached.as_ref(), finished);
             }
         }
@@ -382,8 +403,8 @@ impl BatchExecution {
         };
         let mut over = Vec::new();
         moved |= communicator.make_progress(&mut over)?;
-        if let Some(remark) = communicator.take_user_notice().filter(|_| me == 0) {
-            shared.observer.on_notice(&remark);
+        if let Some(remark) = communicator.take_user_notice().filter(|_| scope.is_coordinator()) {
+            scope.context.observer.on_notice(&remark);
         }
         let mut launched = std::mem::take(&mut self.launched);
         communicator.take_launched_operations(&mut launched);
@@ -417,11 +438,4 @@ impl BatchExecution {
             self.first_token += 1;
         }
     }
-}
-
-/// Returns the number of rows of a member: an equal share, and one more for the first members if
-/// rows are left over.
-pub(crate) fn row_share(rows: u64, member: usize, members: usize) -> u64 {
-    let (member, members) = (member as u64, members.max(1) as u64);
-    rows / members + u64::from(member < rows % members)
 }

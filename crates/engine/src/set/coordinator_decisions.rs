@@ -18,13 +18,12 @@ use std::time::Instant;
 
 use farandole_kernels::{DataType, ReduceOp};
 use farandole_negotiation::{
-    Announcement, CacheId, CachedResponse, CollectiveCall, FastHashMap, MemorySite,
-    RequestSignature, RequestVariant, resolve_variants,
+    CacheId, CachedResponse, CollectiveCall, FastHashMap, MemorySite, RequestSignature,
 };
+use farandole_world::ProcessSetId;
 
-use super::{FinishedRequest, ProcessSet, StepResult, frame_kinds};
-use crate::StopCause;
-use crate::set::response_list::{self, ResponseItem};
+use super::set_scope::SetScope;
+use crate::EngineSettings;
 use crate::tune::Autotuner;
 
 /// A tensor that all ranks have announced.
@@ -62,27 +61,43 @@ pub(super) enum PlannedListItem {
     Joined(u32),
 }
 
-#[derive(Default)]
 pub(super) struct SetCoordinator {
     decisions: Vec<CoordinatorDecision>,
     /// Ready tensors of incomplete groups.
     groups: FastHashMap<u64, Vec<ReadyTensor>>,
+    /// Only at the coordinator of the global set, while autotune is on.
+    tuner: Option<Autotuner>,
 }
 
 impl SetCoordinator {
-    pub(super) fn is_empty(&self) -> bool {
-        self.decisions.is_empty()
+    pub(super) fn new(scope: &SetScope) -> Self {
+        let settings = &scope.context.settings;
+        // Tested first, because a search overwrites its log.
+        let tunes = scope.id == ProcessSetId::GLOBAL && scope.is_coordinator();
+        let tune = settings.tune.clone().filter(|_| tunes);
+        Self {
+            decisions: Vec::new(),
+            groups: FastHashMap::default(),
+            tuner: tune.map(|tune| {
+                Autotuner::new(tune, settings.fusion_threshold, settings.cache_capacity > 0)
+            }),
+        }
+    }
+
+    pub(super) fn has_decisions(&self) -> bool {
+        !self.decisions.is_empty()
     }
 
     pub(super) fn clear(&mut self) {
-        *self = Self::default();
+        self.decisions.clear();
+        self.groups.clear();
     }
 
     pub(super) fn push_all_joined_decision(&mut self, last: u32) {
         self.decisions.push(CoordinatorDecision::Joined(last));
     }
 
-    fn accept_tensor(&mut self, ready: ReadyTensor) {
+    pub(super) fn accept_tensor(&mut self, ready: ReadyTensor) {
         let (group, size) = (ready.agreed.signature.group, ready.agreed.signature.group_size);
         if size == 0 {
             self.decisions.push(CoordinatorDecision::Run(ready));
@@ -95,172 +110,35 @@ impl SetCoordinator {
             self.decisions.extend(members.into_iter().map(CoordinatorDecision::Run));
         }
     }
-}
 
-impl ProcessSet {
-    /// Decides a tensor that all ranks have submitted: checks that their requests agree.
-    ///
-    /// # Errors
-    /// `Disagreement` if ranks put the tensor into different groups. The engine must stop: the
-    /// other members of these groups may never become complete, so a wait for them has no limit.
-    pub(super) fn decide_tensor(
-        &mut self,
-        name: &Arc<str>,
-        announcement: Announcement,
-    ) -> StepResult {
-        self.watch.forget_tensor(name);
-        self.inquiries.forget_tensor(name);
-        let variants = match announcement {
-            Announcement::Cached(id, agreed, absent) if absent.is_empty() => {
-                let known = self.cache.contains_id(id).then_some(id);
-                self.coordinator.accept_tensor(ReadyTensor { agreed, known });
-                return Ok(());
-            }
-            Announcement::Cached(id, agreed, absent) => {
-                self.accept_without_absent_members(agreed, Some(id), &absent);
-                return Ok(());
-            }
-            Announcement::Explicit(variants) => variants,
-        };
-        let absent = if self.joins.has_joined_members() {
-            self.absent_members(&variants)
-        } else {
-            Vec::new()
-        };
-        let group = variants.first().map_or(0, |variant| variant.signature.group);
-        let divided = variants.iter().any(|variant| variant.signature.group != group);
-        match resolve_variants(name, variants, &self.members) {
-            Ok(agreed) if absent.is_empty() => {
-                self.coordinator
-                    .accept_tensor(ReadyTensor { agreed: Arc::new(agreed), known: None });
-            }
-            Ok(agreed) => self.accept_without_absent_members(Arc::new(agreed), None, &absent),
-            Err(text) if divided => return Err(StopCause::Disagreement { text }),
-            Err(text) => self.refuse_tensor(name, group, text),
-        }
-        Ok(())
-    }
-
-    /// Returns the members without a request among these variants.
-    fn absent_members(&self, variants: &[RequestVariant]) -> Vec<u32> {
-        let has_submitted =
-            |member: &u32| variants.iter().any(|variant| variant.members.contains(member));
-        (0u32..).take(self.members.len()).filter(|member| !has_submitted(member)).collect()
-    }
-
-    /// Accepts a tensor that all members except joined ones agree on, or refuses it if the
-    /// operation cannot run without them.
-    fn accept_without_absent_members(
-        &mut self,
-        agreed: Arc<CachedResponse>,
-        known: Option<CacheId>,
-        absent: &[u32],
-    ) {
-        if let Err(conflict) =
-            self.joins.check_runs_without_absent(&agreed.signature.call, absent, &self.members)
-        {
-            let operation = agreed.signature.call.operation_name();
-            let text = format!(
-                "{operation} of {} is not possible while ranks have joined: {conflict}",
-                agreed.name
-            );
-            return self.refuse_tensor(&agreed.name, agreed.signature.group, text);
-        }
-        // A joined rank substitutes host memory.
-        let known = known.filter(|id| {
-            self.cache.contains_id(*id) && agreed.signature.site != MemorySite::Device
-        });
-        let agreed = match agreed.signature.site {
-            MemorySite::Device => Arc::new(CachedResponse::new(
-                Arc::clone(&agreed.name),
-                RequestSignature { site: MemorySite::Mixed, ..agreed.signature.clone() },
-                agreed.rows.clone(),
-            )),
-            _ => agreed,
-        };
-        if agreed.signature.call != CollectiveCall::Allgather
-            || absent.iter().all(|member| agreed.member_row_counts(*member) == [0])
-        {
-            return self.coordinator.accept_tensor(ReadyTensor { agreed, known });
-        }
-        // The cached response has rows of members that now contribute none.
-        let mut rows = agreed.rows.clone();
-        absent
-            .iter()
-            .filter_map(|member| rows.get_mut(*member as usize).map(|rows| *rows = 0))
-            .for_each(drop);
-        let agreed = CachedResponse::new(Arc::clone(&agreed.name), agreed.signature.clone(), rows);
-        self.coordinator.accept_tensor(ReadyTensor { agreed: Arc::new(agreed), known: None });
-    }
-
-    fn refuse_tensor(&mut self, name: &Arc<str>, group: u64, text: String) {
+    pub(super) fn refuse_tensor(&mut self, refusal: TensorRefusal) {
         // The other tensors of the group must not run without this one (EN-3).
-        self.coordinator.groups.remove(&group);
-        self.drop_refused_group(group);
-        let refusal = TensorRefusal { name: Arc::clone(name), group, text };
-        self.coordinator.decisions.push(CoordinatorDecision::Refuse(refusal));
+        self.groups.remove(&refusal.group);
+        self.decisions.push(CoordinatorDecision::Refuse(refusal));
     }
 
-    /// Drops the tallies of a refused group. All ranks put the same tensors into the group and
-    /// announced them together.
-    pub(super) fn drop_refused_group(&mut self, group: u64) {
-        if group == 0 {
-            return;
-        }
-        let (watch, inquiries) = (&mut self.watch, &mut self.inquiries);
-        self.pending.retain(|name, tally| {
-            let other = !tally.is_in_group(group);
-            if !other {
-                watch.forget_tensor(name);
-                inquiries.forget_tensor(name);
-            }
-            other
-        });
-    }
-
-    /// Sends the next list if there are decisions and enough earlier lists are complete. Tensors
-    /// that become ready meanwhile are fused.
-    pub(super) fn emit_next_response_list(
-        &mut self,
-        finished: &mut Vec<FinishedRequest>,
-    ) -> StepResult<bool> {
-        if self.coordinator.is_empty() || self.departure.is_some() {
-            return Ok(false);
-        }
-        // Decisions collect until an earlier list is complete, and are then fused.
-        if self.execution.unfinished_list_count() >= max_executing_lists(self.tree.hosts) {
-            return Ok(false);
-        }
-        let decisions = std::mem::take(&mut self.coordinator.decisions);
-        let settings = &self.options.settings;
-        let threshold =
-            self.tuner.as_ref().map_or(settings.fusion_threshold, Autotuner::current_threshold);
+    /// Fuses the tensors that became ready since the last list.
+    pub(super) fn plan_next_list(&mut self, settings: &EngineSettings) -> Vec<PlannedListItem> {
+        let decisions = std::mem::take(&mut self.decisions);
+        let mut threshold = settings.fusion_threshold;
         if let Some(tuner) = &mut self.tuner {
+            threshold = tuner.current_threshold();
             report_allreduces_to_tuner(tuner, &decisions);
         }
-        let plan = fuse_decisions(decisions, threshold, settings.group_fusion);
-        let mut frame = std::mem::take(&mut self.scratch);
-        frame.clear();
-        let number = self.lists + 1;
-        let items: Vec<ResponseItem> =
-            response_list::encode_list_updating_cache(number, plan, &mut self.cache, &mut frame);
-        // Children first: the list has a longer way to them, and this member would only delay it.
-        self.send_to_children(frame_kinds::RESPONSE_LIST, &frame)?;
-        self.scratch = frame;
-        self.apply_list(number, items, finished)?;
-        Ok(true)
+        fuse_decisions(decisions, threshold, settings.group_fusion)
     }
 }
 
-/// Returns the largest number of lists in execution at a time. With one list, tensors accumulate
+/// Returns the largest number of response lists that may be in execution at a time. With one list, tensors accumulate
 /// and are fused. A second list hides the latency of the way down a tree of hosts.
-pub(crate) fn max_executing_lists(hosts: usize) -> u64 {
+pub fn max_lists_in_execution(hosts: usize) -> u64 {
     if hosts > 1 { 2 } else { 1 }
 }
 
-/// Fuses tensors of one kind with these sizes in bytes, in order of readiness. Returns one list per
-/// operation, with the indices of its tensors.
-pub(crate) fn plan_fused_operations(bytes: &[u64], threshold: u64) -> Vec<Vec<usize>> {
+/// Fuses allreduces that are ready at once into operations of at most `threshold` bytes. `bytes`
+/// holds the size of each tensor, in order of readiness. Returns one list per operation, with the
+/// indices of its tensors.
+pub fn plan_fused_allreduces(bytes: &[u64], threshold: u64) -> Vec<Vec<usize>> {
     let one = 1f64.to_bits();
     let signature = |bytes: u64| RequestSignature {
         call: CollectiveCall::Allreduce { op: ReduceOp::Sum, prescale: one, postscale: one },
@@ -444,6 +322,13 @@ mod tests {
         };
         assert_eq!(names(&fuse_decisions(decisions(), 64, false)), ["ab", "x", "c"]);
         assert_eq!(names(&fuse_decisions(decisions(), 64, true)), ["axbc"]);
+    }
+
+    #[test]
+    fn the_plan_of_a_simulator_fuses_as_the_coordinator_does() {
+        assert_eq!(plan_fused_allreduces(&[2, 3, 2, 1], 4), [vec![0, 2], vec![1, 3]]);
+        assert_eq!(plan_fused_allreduces(&[2, 3], 0), [vec![0], vec![1]]);
+        assert!(plan_fused_allreduces(&[], 4).is_empty());
     }
 
     #[test]

@@ -14,9 +14,9 @@ use farandole_collectives::{
     OperationToken, TensorSegment,
 };
 use farandole_kernels::HostMemory;
-use farandole_world::Rank;
 
-use super::{ProcessSetContext, StepResult};
+use super::set_scope::SetScope;
+use crate::error::StepResult;
 
 /// Token of the allgather of capabilities and of the broadcast of the name.
 // Tokens of batches count up from 0 and never reach this number.
@@ -41,12 +41,9 @@ pub(super) enum DeviceCommunicator {
 impl DeviceCommunicator {
     /// Begins the negotiation. Returns the first operation, to be submitted as
     /// [`NEGOTIATION_TOKEN`].
-    pub(super) fn begin_negotiation(
-        &mut self,
-        shared: &ProcessSetContext,
-        members: usize,
-    ) -> CollectiveOperation {
-        let own = shared.devices.fabric.as_ref().zip(shared.devices.own_device_ordinal());
+    pub(super) fn begin_negotiation(&mut self, scope: &SetScope) -> CollectiveOperation {
+        let (devices, members) = (&scope.context.devices, scope.members.len());
+        let own = devices.fabric.as_ref().zip(devices.own_device_ordinal());
         let mut own_capabilities =
             own.map(|(fabric, own)| fabric.device_capabilities(own)).unwrap_or_default();
         // A member without a device takes part with zeros, because an allgather needs all members.
@@ -70,14 +67,11 @@ impl DeviceCommunicator {
     /// If a communicator is possible and cannot be formed.
     pub(super) fn advance_negotiation(
         &mut self,
-        shared: &ProcessSetContext,
-        members: &[Rank],
-        me: usize,
+        scope: &SetScope,
     ) -> StepResult<Option<CollectiveOperation>> {
         let before = std::mem::replace(self, Self::Unavailable);
-        let Some((fabric, own)) =
-            shared.devices.fabric.as_ref().zip(shared.devices.own_device_ordinal())
-        else {
+        let devices = &scope.context.devices;
+        let Some((fabric, own)) = devices.fabric.as_ref().zip(devices.own_device_ordinal()) else {
             return Ok(None);
         };
         match before {
@@ -85,18 +79,14 @@ impl DeviceCommunicator {
                 let all_capabilities = all_capabilities.to_vec().unwrap_or_default();
                 let all_capabilities: Vec<&[u8]> =
                     all_capabilities.chunks_exact(MAX_CAPABILITIES_BYTES).collect();
-                Ok(self.begin_id_exchange(shared, &**fabric, &all_capabilities, members, me))
+                Ok(self.begin_id_exchange(scope, &**fabric, &all_capabilities))
             }
             Self::ExchangingId(name) => {
                 let name = name.to_vec().unwrap_or_default();
                 if let Some((&ID_PRESENT, name)) = name.split_first() {
-                    let timeout = shared.settings.collective_timeout;
-                    *self = Self::Ready(fabric.form_communicator(
-                        own,
-                        name,
-                        (me, members.len()),
-                        timeout,
-                    )?);
+                    let position = (scope.own_index(), scope.members.len());
+                    let timeout = scope.context.settings.collective_timeout;
+                    *self = Self::Ready(fabric.form_communicator(own, name, position, timeout)?);
                 }
                 Ok(None)
             }
@@ -109,16 +99,15 @@ impl DeviceCommunicator {
     /// Returns the broadcast of the name, or `None` if no communicator is possible.
     fn begin_id_exchange(
         &mut self,
-        shared: &ProcessSetContext,
+        scope: &SetScope,
         fabric: &dyn DeviceCommunicatorFactory,
         all_capabilities: &[&[u8]],
-        members: &[Rank],
-        me: usize,
     ) -> Option<CollectiveOperation> {
+        let (members, me, observer) = (&scope.members, scope.own_index(), &scope.context.observer);
         if let Some(reason) = fabric.formation_obstacle(all_capabilities, members, me) {
             // One notice for the set, not one for each member.
             if me == 0 {
-                shared.observer.on_notice(&reason);
+                observer.on_notice(&reason);
             }
             return None;
         }
@@ -128,11 +117,11 @@ impl DeviceCommunicator {
                 Ok(name) => {
                     frame = [&[ID_PRESENT], &name[..]].concat();
                     if let Some(remark) = fabric.formation_notice(all_capabilities, members, me) {
-                        shared.observer.on_notice(&remark);
+                        observer.on_notice(&remark);
                     }
                 }
                 // The other members then receive an empty name.
-                Err(reason) => shared.observer.on_notice(&reason),
+                Err(reason) => observer.on_notice(&reason),
             }
         }
         // All members of a broadcast must have buffers of one size.

@@ -1,199 +1,88 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! One process set: negotiation, queue, cache and communicator, driven by polling. It uses no
-//! threads and no locks, and gets the time from its caller.
+//! One process set, driven by polling. It uses no threads and no locks, and gets the time from its
+//! caller. [`ProcessSet`] takes frames and requests, and passes them to the object whose state they
+//! concern:
+//!
+//! ```text
+//!  ControlLinks ─ frames ─> ProcessSet ─┬─> Negotiation: announcements ─> response lists
+//!       ^                       ^       ├─> LocalRequests ─> BatchExecution: lists ─> results
+//!       └──────── frames ───────┘       ├─> Departures: ranks that leave or are lost
+//!                                       └─> Diagnostics: operations that take too long
+//! ```
 
-mod announce;
 mod batch;
 mod batch_execution;
+mod control_links;
 mod coordinator_decisions;
 mod departure;
 mod device_communicator;
+mod diagnostics;
 mod join;
+mod local_requests;
+mod negotiation;
 mod operation_trace;
 mod response_list;
-#[cfg(any(test, feature = "_test-harness"))]
-pub(crate) mod simulation;
+mod set_scope;
 mod splits_exchange;
+mod stall_cases;
 mod stall_inquiry;
-mod stall_watch;
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
-pub(crate) use batch_execution::row_share;
-pub(crate) use coordinator_decisions::{max_executing_lists, plan_fused_operations};
+pub(crate) use batch::row_share;
+pub use coordinator_decisions::{max_lists_in_execution, plan_fused_allreduces};
+pub(crate) use local_requests::{FinishedRequest, PendingEntry};
+pub(crate) use set_scope::ProcessSetContext;
 
 use std::sync::Arc;
 use std::time::Instant;
 
-use farandole_collectives::DeviceEvent;
-use farandole_kernels::Buffer;
 use farandole_negotiation::{
-    AnnouncementTally, CollectiveCall, ControlTree, FastHashMap, FrameReader, MalformedFrame,
-    RequestSignature, ResponseCache, operation_text,
-};
-use farandole_transport::{FrameReceiver, FrameSender, LinkKind, into_frame_halves};
-use farandole_world::{ProcessSetId, Rank, World};
-
-use crate::devices::EngineDevices;
-use crate::timeline::OperationTracer;
-use crate::tune::Autotuner;
-use crate::{
-    EngineObserver, EngineSettings, EngineStatistics, Error, ProcessSetOptions, RequestCompletion,
-    RequestHandle, Result, StopCause,
+    CollectiveCall, ControlTree, FrameReader, MalformedFrame, RequestSignature,
 };
 
-pub(crate) use stall_inquiry::answer_stall_queries;
+use self::batch_execution::BatchExecution;
+use self::control_links::{ControlLinks, FrameFailure, frame_kinds};
+use self::departure::{DepartureMessage, Departures, read_abort, send_abort};
+use self::diagnostics::{
+    Diagnostics, check_collective_timeout, on_stall_status, own_waited_operations,
+};
+use self::local_requests::LocalRequests;
+use self::negotiation::Negotiation;
+use self::response_list::{ResponseItem, ResponseList};
+use self::set_scope::SetScope;
+use crate::error::StepResult;
+use crate::stall_report::{MAX_NAMED_TENSORS, RankWait};
+use crate::{EngineStatistics, Error, ProcessSetOptions, Result, StopCause};
 
-/// Kinds of control frames.
-mod frame_kinds {
-    /// Upward: tensors that a whole subtree has announced.
-    pub(super) const TENSOR_ANNOUNCEMENT: u8 = 1;
-    /// Downward: the operations to execute next.
-    pub(super) const RESPONSE_LIST: u8 = 2;
-    /// To all: a rank departs in order.
-    pub(super) const RANK_DEPARTURE: u8 = 3;
-    /// To all: a rank failed.
-    pub(super) const RANK_ABORT: u8 = 4;
-    /// Upward: the ranks that have submitted a tensor that has waited too long.
-    pub(super) const STALL_SUBMITTERS: u8 = 5;
-    /// Downward: the combined submitters of such a tensor.
-    pub(super) const STALL_STATUS: u8 = 6;
-    /// Upward: no member of the subtree executes an operation of a departed rank any more.
-    pub(super) const SUBTREE_DONE: u8 = 7;
-    /// Downward: no member of the set does, so links may close.
-    pub(super) const LINKS_CLEAR: u8 = 8;
-    /// Downward: asks missing members for their stacks and waits.
-    pub(super) const STALL_QUERY: u8 = 9;
-    /// Upward: the answer of one member.
-    pub(super) const STALL_ANSWER: u8 = 10;
-    /// To all: ranks put a tensor into different groups, so the engine must stop.
-    pub(super) const GROUP_DISAGREEMENT: u8 = 11;
-}
-
-/// A request of this rank, from its submission to its batch.
-pub(crate) struct PendingEntry {
-    pub(crate) handle: RequestHandle,
-    pub(crate) name: Arc<str>,
-    pub(crate) operation: &'static str,
-    /// Full text of a change of process sets; `None` for operations whose kind says enough.
-    pub(crate) change_text: Option<Box<str>>,
-    pub(crate) group: u64,
-    /// Row counts of this member: of its input, or of each block of the input.
-    pub(crate) rows: Vec<u64>,
-    pub(crate) input: Buffer,
-    pub(crate) output: Option<Buffer>,
-    pub(crate) ready: Option<Arc<dyn DeviceEvent>>,
-    pub(crate) since: Instant,
-    /// Missing ranks, once the coordinator has reported them.
-    pub(crate) missing: Option<Vec<Rank>>,
-}
-
-impl PendingEntry {
-    fn operation_text(&self) -> String {
-        operation_text(self.operation, self.change_text.as_deref(), &self.name)
-    }
-
-    fn moves_no_data(&self) -> bool {
-        DATALESS_OPERATIONS.contains(&self.operation)
-    }
-
-    fn failure_error(&self, cause: &Arc<StopCause>) -> Error {
-        Error::Failed {
-            operation: self.operation,
-            tensor: Arc::clone(&self.name),
-            cause: Arc::clone(cause),
-        }
-    }
-}
-
-/// Names of the operations that move no data, so that their submitters only wait.
-const DATALESS_OPERATIONS: [&str; 3] = ["barrier", "process set change", "join"];
-
-/// A request with its result.
-pub(crate) struct FinishedRequest {
-    pub(crate) handle: RequestHandle,
-    pub(crate) name: Arc<str>,
-    pub(crate) result: Result<RequestCompletion>,
-}
-
-fn create_autotuner(settings: &EngineSettings) -> Option<Autotuner> {
-    let tune = settings.tune.clone()?;
-    Some(Autotuner::new(tune, settings.fusion_threshold, settings.cache_capacity > 0))
-}
-
-/// The control link to a neighbour in the tree.
-struct TreeNeighbour {
-    sender: FrameSender,
-    receiver: FrameReceiver,
-    kind: LinkKind,
-    /// Whether the link is closed in both directions.
-    closed: bool,
-    /// For a child: number of lists that it had seen at its last announcement.
-    seen: u64,
-}
-
-/// State of one process set on one rank.
+/// One process set on one rank.
 pub(crate) struct ProcessSet {
     /// Identifies the set inside the engine.
     pub(crate) key: usize,
-    pub(crate) members: Vec<Rank>,
-    options: ProcessSetContext,
-    tree: ControlTree,
-    /// The parent first, if there is one; then the children in the tree's order.
-    neighbours: Vec<TreeNeighbour>,
-    cache: ResponseCache,
-    /// Requests of this rank that are announced and not yet in a list.
-    local: FastHashMap<Arc<str>, PendingEntry>,
-    /// Tensors that a part of the subtree has announced.
-    pending: FastHashMap<Arc<str>, AnnouncementTally>,
-    /// The announcement under construction.
-    upward: Vec<u8>,
-    /// Number of lists applied.
-    lists: u64,
-    coordinator: coordinator_decisions::SetCoordinator,
-    execution: batch_execution::BatchExecution,
-    watch: stall_watch::StallWatch,
-    inquiries: stall_inquiry::StallInquiries,
-    /// Only at the coordinator of the global set, while autotune is on.
-    tuner: Option<Autotuner>,
-    joins: join::JoinState,
-    departure: Option<departure::Departure>,
+    scope: SetScope,
+    links: ControlLinks,
+    requests: LocalRequests,
+    negotiation: Negotiation,
+    execution: BatchExecution,
+    departures: Departures,
+    diagnostics: Diagnostics,
     /// Latest end of a removed set.
     retired: Option<Instant>,
-    /// Loss of a peer that may have departed in order, and the time of the loss.
-    suspect: Option<(Instant, StopCause)>,
     scratch: Vec<u8>,
-    pub(crate) statistics: EngineStatistics,
-}
-
-/// The state that all sets of an engine share.
-#[derive(Clone)]
-pub(crate) struct ProcessSetContext {
-    pub(crate) world: Arc<World>,
-    pub(crate) settings: Arc<EngineSettings>,
-    pub(crate) devices: Arc<EngineDevices>,
-    pub(crate) observer: Arc<dyn EngineObserver>,
-    pub(crate) tracer: Arc<OperationTracer>,
-}
-
-impl ProcessSetContext {
-    fn host_name(&self, rank: Rank) -> String {
-        self.world.seats.get(rank.index()).map_or_else(String::new, |seat| seat.host.0.clone())
-    }
 }
 
 impl ProcessSet {
     pub(crate) fn new(
         key: usize,
         options: ProcessSetOptions,
-        shared: ProcessSetContext,
+        context: ProcessSetContext,
     ) -> Result<Self> {
         let refuse = |reason: String| Error::Start { reason };
         let ProcessSetOptions { id, members, control, communicator } = options;
-        let me = shared.world.rank;
+        let me = context.world.rank;
         // The positions are the member numbers on all ranks, and ranks are looked up by binary
         // search.
         if !members.is_sorted_by(|low, high| low < high) {
@@ -201,51 +90,26 @@ impl ProcessSet {
                 "members of process set {id} are not ascending: {members:?}"
             )));
         }
-        let tree = ControlTree::new(&shared.world, &members, me)
+        let tree = ControlTree::new(&context.world, &members, me)
             .ok_or_else(|| refuse(format!("rank {me} is not in process set {id}")))?;
-        if communicator.member_count() != members.len()
-            || communicator.member_index() != tree.me as usize
-        {
-            let (size, member) = (communicator.member_count(), communicator.member_index());
+        let scope = SetScope { id, members, tree, context };
+        let (size, member) = (communicator.member_count(), communicator.member_index());
+        if (size, member) != (scope.members.len(), scope.own_index()) {
             return Err(refuse(format!(
                 "process set {id} has another communicator: member {member} of {size}"
             )));
         }
-        let mut links: FastHashMap<u64, _> = control
-            .into_iter()
-            .map(|link| (u64::from(link.peer.0), (link.kind, into_frame_halves(link))))
-            .collect();
-        let mut neighbours = Vec::new();
-        for member in tree.parent.iter().chain(&tree.children) {
-            let peer = members[*member as usize];
-            let (kind, (sender, receiver)) = links.remove(&peer.0.into()).ok_or_else(|| {
-                refuse(format!("process set {id} has no control link to rank {peer}"))
-            })?;
-            neighbours.push(TreeNeighbour { sender, receiver, kind, closed: false, seen: 0 });
-        }
         Ok(Self {
-            watch: stall_watch::StallWatch::new(id, &shared.settings),
-            inquiries: stall_inquiry::StallInquiries::default(),
-            tuner: create_autotuner(&shared.settings)
-                .filter(|_| id == ProcessSetId::GLOBAL && tree.parent.is_none()),
-            joins: join::JoinState::default(),
-            coordinator: coordinator_decisions::SetCoordinator::default(),
-            execution: batch_execution::BatchExecution::new(communicator),
-            cache: ResponseCache::new(shared.settings.cache_capacity),
             key,
-            members,
-            options: shared,
-            tree,
-            neighbours,
-            local: FastHashMap::default(),
-            pending: FastHashMap::default(),
-            upward: Vec::new(),
-            lists: 0,
-            departure: None,
+            links: ControlLinks::new(control, &scope)?,
+            requests: LocalRequests::default(),
+            negotiation: Negotiation::new(&scope),
+            execution: BatchExecution::new(communicator),
+            departures: Departures::default(),
+            diagnostics: Diagnostics::new(&scope.context.settings),
+            scope,
             retired: None,
-            suspect: None,
             scratch: Vec::new(),
-            statistics: EngineStatistics::default(),
         })
     }
 
@@ -256,19 +120,19 @@ impl ProcessSet {
         signature: RequestSignature,
         finished: &mut Vec<FinishedRequest>,
     ) -> StepResult {
-        if let Some(leaving) = &self.departure {
-            let result = Err(entry.failure_error(&leaving.cause));
-            finished.push(FinishedRequest { handle: entry.handle, name: entry.name, result });
+        let Self { scope, negotiation, .. } = self;
+        if let Some(cause) = self.departures.cause() {
+            finished.push(entry.into_failed(cause));
             return Ok(());
         }
         if let CollectiveCall::Join { gather } = signature.call {
-            return self.join_own_member(entry, gather);
+            self.requests.insert_join(entry);
+            return negotiation.announce_own_join(scope, gather);
         }
         let (name, since) = (Arc::clone(&entry.name), entry.since);
-        let announcement = self.own_announcement(&entry, signature);
-        self.local.insert(Arc::clone(&name), entry);
-        let me = [self.tree.me];
-        self.record_announcement(0, &name, announcement, &me, since)
+        let announcement = negotiation.own_announcement(scope, &name, signature, &entry.rows);
+        self.requests.insert_entry(entry);
+        negotiation.record_announcement(scope, 0, &name, announcement, since)
     }
 
     /// Makes all progress that is possible without waiting. Returns whether anything moved.
@@ -285,39 +149,45 @@ impl ProcessSet {
         for _ in 0..2 {
             moved |= self.emit_next_response_list(finished)?;
             moved |= self.send_complete_announcements()?;
-            let ran = self.execute_batches(now, finished)?;
+            let (ran, loss) = self.execution.advance_batches(&self.scope, finished)?;
+            if let Some(loss) = loss {
+                self.departures.suspect_loss(loss, now);
+            }
             moved |= ran;
-            if !ran || self.coordinator.is_empty() {
+            if !ran || !self.negotiation.has_decisions() {
                 break;
             }
         }
-        for neighbour in &mut self.neighbours {
-            if neighbour.sender.queued_bytes() > 0 && !neighbour.closed {
-                neighbour.flush_frames(&mut self.suspect, now);
-            }
+        if let Err(loss) = self.links.flush_frames() {
+            self.departures.suspect_loss(loss, now);
         }
-        self.settle_suspects_and_departure(now, finished)?;
+        self.settle_departures(now, finished)?;
         Ok(moved)
     }
 
     /// Returns whether work is in progress that a poll could advance.
     pub(crate) fn is_busy(&self) -> bool {
-        !self.local.is_empty()
-            || self.joins.own_join().is_some()
+        !self.requests.is_empty()
             || !self.execution.is_idle()
             || self.execution.has_device_work()
-            // Only polls decide a suspicion, also if nothing else is in progress.
-            || self.suspect.is_some()
-            || self.has_unsettled_departure()
-            || self
-                .neighbours
-                .iter()
-                .any(|neighbour| !neighbour.closed && neighbour.sender.queued_bytes() > 0)
+            || self.departures.is_unsettled()
+            || self.links.has_queued_bytes()
     }
 
     /// Returns whether this set waits for a device, whose end of work wakes no thread.
     pub(crate) fn waits_for_device(&self) -> bool {
         self.execution.waits_for_device()
+    }
+
+    pub(crate) fn statistics(&self) -> EngineStatistics {
+        EngineStatistics {
+            frames_sent: self.links.frames_sent,
+            frames_received: self.links.frames_received,
+            lists: self.negotiation.lists,
+            operations: self.execution.operations,
+            tensors: self.execution.tensors,
+            cache_hits: self.negotiation.cache_hits,
+        }
     }
 
     fn receive_frames(
@@ -327,20 +197,26 @@ impl ProcessSet {
     ) -> StepResult<bool> {
         let mut frame = std::mem::take(&mut self.scratch);
         let mut moved = false;
-        for index in 0..self.neighbours.len() {
-            while let Some(kind) =
-                self.neighbours[index].receive_frame(&mut frame, &mut self.suspect, now)
-            {
-                moved = true;
-                self.statistics.frames_received += 1;
-                let read = self.dispatch_frame(index, kind, &frame, now, finished);
-                let rank = self.neighbours[index].receiver.peer_rank();
-                read.map_err(|stop| match stop {
-                    FrameFailure::Cause(cause) => cause,
-                    FrameFailure::Malformed(malformed) => {
-                        StopCause::Protocol { rank, reason: malformed.to_string() }
+        for index in 0..self.links.count() {
+            loop {
+                let kind = match self.links.receive_frame(index, &mut frame) {
+                    Ok(Some(kind)) => kind,
+                    Ok(None) => break,
+                    Err(loss) => {
+                        self.departures.suspect_loss(loss, now);
+                        break;
                     }
-                })?;
+                };
+                moved = true;
+                self.dispatch_frame(index, kind, &frame, now, finished).map_err(
+                    |stop| match stop {
+                        FrameFailure::Cause(cause) => cause,
+                        FrameFailure::Malformed(malformed) => StopCause::Protocol {
+                            rank: self.links.peer_rank(index),
+                            reason: malformed.to_string(),
+                        },
+                    },
+                )?;
             }
         }
         self.scratch = frame;
@@ -355,100 +231,238 @@ impl ProcessSet {
         now: Instant,
         finished: &mut Vec<FinishedRequest>,
     ) -> Result<(), FrameFailure> {
+        let Self { scope, links, requests, negotiation, diagnostics, departures, .. } = self;
         match kind {
-            frame_kinds::TENSOR_ANNOUNCEMENT => self.on_announcement(from, frame, now),
-            frame_kinds::RESPONSE_LIST => self.on_response_list(frame, finished),
-            frame_kinds::RANK_DEPARTURE => self.on_departure(from, frame, finished),
-            frame_kinds::RANK_ABORT => self.on_abort(frame),
-            frame_kinds::GROUP_DISAGREEMENT => {
-                Err(StopCause::Disagreement { text: FrameReader(frame).read_text()?.to_owned() }
-                    .into())
+            frame_kinds::TENSOR_ANNOUNCEMENT => {
+                negotiation.receive_announcement(scope, links.child_position(from), frame, now)
             }
-            frame_kinds::STALL_SUBMITTERS => self.on_stall_submitters(frame, now),
-            frame_kinds::STALL_STATUS => self.on_stall_status(frame),
-            frame_kinds::STALL_QUERY => self.on_stall_query(frame, now),
-            frame_kinds::STALL_ANSWER => self.on_stall_answer(frame),
-            frame_kinds::SUBTREE_DONE => {
-                self.on_subtree_done_frame();
+            frame_kinds::RESPONSE_LIST => {
+                // Forward the list to the children first, because they have the longer way.
+                links.send_to_children(kind, frame)?;
+                let list = negotiation.receive_list(frame)?;
+                Ok(self.apply_list(list, finished)?)
+            }
+            frame_kinds::RANK_DEPARTURE => {
+                let message = DepartureMessage::decode_from(frame, scope)?;
+                // Only news is passed on, so that the message does not circulate for ever.
+                if self.record_departure(&message, finished) {
+                    self.links.send_to_all_except(Some(from), kind, frame)?;
+                }
                 Ok(())
             }
-            frame_kinds::LINKS_CLEAR => Ok(self.on_links_clear_frame()?),
+            frame_kinds::RANK_ABORT => Err(read_abort(frame, scope)),
+            frame_kinds::GROUP_DISAGREEMENT => {
+                let text = FrameReader(frame).read_text()?.to_owned();
+                Err(StopCause::Disagreement { text }.into())
+            }
+            frame_kinds::STALL_SUBMITTERS => {
+                diagnostics.on_stall_submitters(scope, links, negotiation, frame, now)
+            }
+            frame_kinds::STALL_STATUS => on_stall_status(scope, links, requests, frame),
+            frame_kinds::STALL_QUERY => {
+                diagnostics.inquiries.on_stall_query(scope, links, frame, now)
+            }
+            frame_kinds::STALL_ANSWER => diagnostics.inquiries.on_stall_answer(scope, links, frame),
+            frame_kinds::SUBTREE_DONE => {
+                departures.count_done_subtree();
+                Ok(())
+            }
+            frame_kinds::LINKS_CLEAR => Ok(departures.clear_links(links)?),
             other => Err(MalformedFrame::Tag(other).into()),
         }
     }
 
-    fn is_coordinator(&self) -> bool {
-        self.tree.parent.is_none()
+    /// Sends the next list if there are decisions and enough earlier lists are complete. Tensors
+    /// that become ready meanwhile are fused.
+    fn emit_next_response_list(&mut self, finished: &mut Vec<FinishedRequest>) -> StepResult<bool> {
+        if !self.negotiation.has_decisions()
+            || self.departures.cause().is_some()
+            // Decisions collect until an earlier list is complete, and are then fused.
+            || self.execution.unfinished_list_count()
+                >= max_lists_in_execution(self.scope.tree.hosts)
+        {
+            return Ok(false);
+        }
+        let mut frame = std::mem::take(&mut self.scratch);
+        frame.clear();
+        let list = self.negotiation.plan_next_list(&self.scope, &mut frame);
+        // Children first: the list has a longer way to them, and this member would only delay it.
+        self.links.send_to_children(frame_kinds::RESPONSE_LIST, &frame)?;
+        self.scratch = frame;
+        self.apply_list(list, finished)?;
+        Ok(true)
     }
 
-    /// Returns the index of the first child among the neighbours.
-    fn first_child_index(&self) -> usize {
-        usize::from(self.tree.parent.is_some())
+    /// Sends all tensors that became complete since the last poll, in one frame.
+    pub(crate) fn send_complete_announcements(&mut self) -> StepResult<bool> {
+        let frame = &mut self.negotiation.upward_frame;
+        if frame.is_empty() {
+            return Ok(false);
+        }
+        self.links.send_to_parent(frame_kinds::TENSOR_ANNOUNCEMENT, frame)?;
+        frame.clear();
+        Ok(true)
     }
 
-    fn send_frame(&mut self, to: usize, kind: u8, frame: &[u8]) -> StepResult {
-        let neighbour = &mut self.neighbours[to];
-        if neighbour.closed {
+    /// Applies the items of a list, in the same order on all ranks.
+    fn apply_list(
+        &mut self,
+        list: ResponseList,
+        finished: &mut Vec<FinishedRequest>,
+    ) -> StepResult {
+        let Self { scope, requests, negotiation, execution, .. } = self;
+        let ResponseList { number, items } = list;
+        negotiation.begin_list(scope, number);
+        if negotiation.joins.has_joined_members() {
+            let now = Instant::now();
+            negotiation.joins.restart_wait(now);
+            requests.restart_join_wait(now);
+        }
+        scope.context.tracer.timeline.mark_cycle();
+        if self.departures.cancels_list(number) {
             return Ok(());
         }
-        self.statistics.frames_sent += 1;
-        match neighbour.sender.queue_frame(kind, frame) {
-            Ok(()) => Ok(()),
-            Err(error @ farandole_transport::Error::Frame { .. }) => Err(error.into()),
-            // The peer is gone: the next receive shows whether it departed in order.
-            Err(_) => Ok(()),
+        for item in items {
+            match item {
+                ResponseItem::Run(tensors) => {
+                    execution.queue_operation(scope, number, tensors, requests)?;
+                }
+                ResponseItem::Refuse(refusal) => {
+                    negotiation.drop_refused_group(refusal.group);
+                    requests.refuse_entries(scope, refusal, finished);
+                }
+                ResponseItem::Joined(last) => {
+                    negotiation.joins = join::JoinState::default();
+                    let last = scope.members.get(last as usize).copied();
+                    requests.complete_join(last, finished);
+                }
+            }
         }
+        Ok(())
     }
 
-    fn send_to_children(&mut self, kind: u8, frame: &[u8]) -> StepResult {
-        (self.first_child_index()..self.neighbours.len())
-            .try_for_each(|child| self.send_frame(child, kind, frame))
+    /// Checks all time limits. Call it regularly while anything is pending.
+    pub(crate) fn check_stall_time_limits(&mut self, now: Instant) -> StepResult {
+        let Self { scope, links, requests, negotiation, execution, .. } = self;
+        let is_departing = self.departures.cause().is_some();
+        self.diagnostics.report_stalls(scope, links, negotiation, requests, is_departing, now)?;
+        check_collective_timeout(scope, requests, execution, now)
     }
-}
 
-impl TreeNeighbour {
-    /// Receives the next frame and returns its kind. A lost link is closed, and its peer becomes a
-    /// suspect.
-    fn receive_frame(
+    /// Records a departure, and fails the requests that are in no list yet. Returns whether the
+    /// neighbours must be notified.
+    fn record_departure(
         &mut self,
-        frame: &mut Vec<u8>,
-        suspect: &mut Option<(Instant, StopCause)>,
+        message: &DepartureMessage,
+        finished: &mut Vec<FinishedRequest>,
+    ) -> bool {
+        if self.departures.cause().is_none() {
+            self.negotiation.end_negotiation();
+            self.requests.fail_entries(&message.cause, finished);
+        }
+        self.departures.record_departure(message)
+    }
+
+    /// Departs in order and fails the operations in progress. Poll with
+    /// [`ProcessSet::advance_link_drain`] afterwards.
+    pub(crate) fn begin_departure(
+        &mut self,
+        cause: &Arc<StopCause>,
+        finished: &mut Vec<FinishedRequest>,
+    ) {
+        let rank = self.scope.context.world.rank;
+        let executed = self.execution.oldest_list().map_or(self.negotiation.lists, |list| list - 1);
+        let message = DepartureMessage { rank, executed, cause: Arc::clone(cause) };
+        if self.record_departure(&message, finished) {
+            let frame = message.encode(&self.scope);
+            // A neighbour that cannot be reached needs no message.
+            drop(self.links.send_to_all_except(None, frame_kinds::RANK_DEPARTURE, &frame));
+        }
+        self.execution.fail_batches(cause, finished);
+    }
+
+    /// Departs because the set is removed. The set ends when [`ProcessSet::is_retired_and_drained`]
+    /// returns true, at the latest at `deadline`.
+    pub(crate) fn retire_set(
+        &mut self,
+        cause: &Arc<StopCause>,
+        deadline: Instant,
+        finished: &mut Vec<FinishedRequest>,
+    ) {
+        self.retired = Some(deadline);
+        self.begin_departure(cause, finished);
+    }
+
+    /// Returns whether this set was removed and its links may close.
+    pub(crate) fn is_retired_and_drained(&mut self, now: Instant) -> bool {
+        self.retired.is_some_and(|deadline| now >= deadline || self.advance_link_drain(now))
+    }
+
+    /// Takes one step towards the end of all links. Returns whether they may close.
+    pub(crate) fn advance_link_drain(&mut self, now: Instant) -> bool {
+        let mut finished = Vec::new();
+        let over = self
+            .receive_frames(now, &mut finished)
+            .and_then(|_| self.settle_departures(now, &mut finished))
+            .is_err();
+        let flushed = self.links.drain_queues();
+        over || (flushed && self.departures.allows_close())
+    }
+
+    fn settle_departures(
+        &mut self,
         now: Instant,
-    ) -> Option<u8> {
-        if self.closed {
-            return None;
-        }
-        self.receiver.try_receive_frame_into(frame).unwrap_or_else(|error| {
-            self.closed = true;
-            suspect.get_or_insert((now, error.into()));
-            None
-        })
+        finished: &mut Vec<FinishedRequest>,
+    ) -> StepResult {
+        self.departures.settle(&self.scope, &mut self.links, &mut self.execution, now, finished)
     }
 
-    fn flush_frames(&mut self, suspect: &mut Option<(Instant, StopCause)>, now: Instant) {
-        if let Err(error) = self.sender.flush() {
-            suspect.get_or_insert((now, error.into()));
-        }
+    /// Handles the direct report that a process is gone; see [`Departures::suspect_peer`].
+    pub(crate) fn suspect_peer(&mut self, error: farandole_transport::Error, now: Instant) {
+        self.departures.suspect_peer(&self.scope, &self.links, &self.execution, error, now);
+    }
+
+    /// Returns whether it is open if a lost peer departed in order.
+    pub(crate) fn has_suspected_peer(&self) -> bool {
+        self.departures.has_suspected_peer()
+    }
+
+    /// Returns the reason why this set refuses requests, if it does.
+    pub(crate) fn departure_cause(&self) -> Option<&Arc<StopCause>> {
+        self.departures.cause()
+    }
+
+    /// Notifies all neighbours that this or another rank failed.
+    pub(crate) fn broadcast_abort(&mut self, cause: &StopCause) {
+        send_abort(&self.scope, &mut self.links, cause);
+    }
+
+    /// Fails every request of this rank in this set. The communicators are closed first, so that
+    /// they do not access buffers any more.
+    pub(crate) fn fail_set(&mut self, cause: &Arc<StopCause>, finished: &mut Vec<FinishedRequest>) {
+        self.execution.close_communicators();
+        self.execution.fail_batches(cause, finished);
+        self.negotiation.end_negotiation();
+        self.requests.fail_entries(cause, finished);
+        self.departures.forget_suspect();
     }
 }
 
-/// Result of a step of a set; an error stops the engine.
-pub(crate) type StepResult<T = ()> = Result<T, StopCause>;
-
-/// The reason why a frame could not be handled.
-enum FrameFailure {
-    Cause(StopCause),
-    Malformed(MalformedFrame),
-}
-
-impl From<StopCause> for FrameFailure {
-    fn from(cause: StopCause) -> Self {
-        Self::Cause(cause)
+/// Answers queries of other ranks about this process, if the stacks are there or have timed out.
+pub(crate) fn answer_stall_queries(sets: &mut [ProcessSet], now: Instant) -> StepResult {
+    for index in 0..sets.len() {
+        let Some((number, stack)) = sets[index].diagnostics.inquiries.take_answerable_question(now)
+        else {
+            continue;
+        };
+        let mut waits: Vec<RankWait> = sets
+            .iter()
+            .flat_map(|set| own_waited_operations(&set.scope, &set.requests, &set.execution, now))
+            .collect();
+        waits.sort_by_key(|wait| std::cmp::Reverse(wait.since));
+        waits.truncate(MAX_NAMED_TENSORS);
+        let ProcessSet { scope, links, diagnostics, .. } = &mut sets[index];
+        diagnostics.inquiries.send_stall_answer(scope, links, (number, &stack), &waits)?;
     }
-}
-
-impl From<MalformedFrame> for FrameFailure {
-    fn from(malformed: MalformedFrame) -> Self {
-        Self::Malformed(malformed)
-    }
+    Ok(())
 }

@@ -8,73 +8,38 @@ use std::sync::Arc;
 use farandole_negotiation::{Announcement, CachedResponse, CollectiveCall};
 use farandole_telemetry::{NvtxRange, ProducedTensor, TimelineTrack};
 
-use super::{PendingEntry, ProcessSet};
+use super::set_scope::SetScope;
 use crate::timeline::{OperationTracer, QUEUE_ACTIVITY, timeline_labels_for_call};
 
-impl ProcessSet {
-    fn timeline_track(&self, name: &Arc<str>) -> TimelineTrack {
-        TimelineTrack { set: self.watch.set.0, tensor: Arc::clone(name) }
-    }
+fn timeline_track(scope: &SetScope, name: &Arc<str>) -> TimelineTrack {
+    TimelineTrack { set: scope.id.0, tensor: Arc::clone(name) }
+}
 
-    /// Records that members have announced a tensor.
-    pub(super) fn trace_arrival(
-        &self,
-        name: &Arc<str>,
-        announcement: &Announcement,
-        members: &[u32],
-    ) {
-        let timeline = &self.options.tracer.timeline;
-        let track = self.timeline_track(name);
-        let ranks = members.iter().filter_map(|member| self.members.get(*member as usize));
-        // If every rank writes its own file, each file has only the rank's own announcements.
-        let only = timeline.arrival_filter_rank();
-        let ranks: Vec<u32> =
-            ranks.map(|rank| rank.0).filter(|rank| only.is_none_or(|only| only == *rank)).collect();
-        let begins =
-            if only.is_some() { !ranks.is_empty() } else { !self.pending.contains_key(name) };
-        if begins && let Some(call) = announcement.first_collective_call() {
-            timeline.begin_span(&track, timeline_labels_for_call(&call).negotiate);
-        }
-        ranks.into_iter().for_each(|rank| timeline.record_arrival(&track, rank));
+/// Records that members have announced a tensor; `is_pending` if others have announced it before.
+pub(super) fn trace_arrival(
+    scope: &SetScope,
+    name: &Arc<str>,
+    announcement: &Announcement,
+    members: &[u32],
+    is_pending: bool,
+) {
+    let timeline = &scope.context.tracer.timeline;
+    let track = timeline_track(scope, name);
+    let ranks = members.iter().filter_map(|member| scope.members.get(*member as usize));
+    // If every rank writes its own file, each file has only the rank's own announcements.
+    let only = timeline.arrival_filter_rank();
+    let ranks: Vec<u32> =
+        ranks.map(|rank| rank.0).filter(|rank| only.is_none_or(|only| only == *rank)).collect();
+    let begins = if only.is_some() { !ranks.is_empty() } else { !is_pending };
+    if begins && let Some(call) = announcement.first_collective_call() {
+        timeline.begin_span(&track, timeline_labels_for_call(&call).negotiate);
     }
+    ranks.into_iter().for_each(|rank| timeline.record_arrival(&track, rank));
+}
 
-    /// Ends the span of a tensor that the ranks do not agree on.
-    pub(super) fn trace_refusal(&self, name: &Arc<str>) {
-        self.options.tracer.timeline.end_span(&self.timeline_track(name), None);
-    }
-
-    /// Begins the spans of the tensors in a fused batch.
-    pub(super) fn begin_batch_span(
-        &self,
-        list: u64,
-        entries: &[(PendingEntry, Arc<CachedResponse>)],
-    ) -> Option<BatchSpan> {
-        let tracer = Arc::clone(&self.options.tracer);
-        let labels = timeline_labels_for_call(&entries.first()?.1.signature.call);
-        let mut tracks = Vec::with_capacity(entries.len());
-        for (entry, agreed) in entries {
-            let track = self.timeline_track(&entry.name);
-            tracer.timeline.end_span(&track, None);
-            tracer.timeline.begin_response_list_span(&track, labels.operation, list);
-            tracer.timeline.begin_span(&track, QUEUE_ACTIVITY);
-            tracks.push((track, produced_tensor(agreed)));
-        }
-        let range = tracer.nvtx.as_ref().map(|nvtx| {
-            let more = match entries.len() - 1 {
-                0 => String::new(),
-                more => format!(" and {more} more"),
-            };
-            nvtx.start_range(&format!("{} {}{more}", labels.operation, entries[0].0.name))
-        });
-        Some(BatchSpan {
-            tracer,
-            tracks,
-            activity: QUEUE_ACTIVITY,
-            transfer: labels.transfer,
-            range,
-            succeeded: false,
-        })
-    }
+/// Ends the span of a tensor that the ranks do not agree on.
+pub(super) fn trace_refusal(scope: &SetScope, name: &Arc<str>) {
+    scope.context.tracer.timeline.end_span(&timeline_track(scope, name), None);
 }
 
 fn produced_tensor(agreed: &CachedResponse) -> ProducedTensor {
@@ -97,6 +62,36 @@ pub(super) struct BatchSpan {
 }
 
 impl BatchSpan {
+    /// Begins the spans of the tensors in a fused batch.
+    pub(super) fn begin(scope: &SetScope, list: u64, tensors: &[&CachedResponse]) -> Option<Self> {
+        let (first, others) = tensors.split_first()?;
+        let tracer = Arc::clone(&scope.context.tracer);
+        let labels = timeline_labels_for_call(&first.signature.call);
+        let begin_track = |agreed: &&CachedResponse| {
+            let track = timeline_track(scope, &agreed.name);
+            tracer.timeline.end_span(&track, None);
+            tracer.timeline.begin_response_list_span(&track, labels.operation, list);
+            tracer.timeline.begin_span(&track, QUEUE_ACTIVITY);
+            (track, produced_tensor(agreed))
+        };
+        let tracks = tensors.iter().map(begin_track).collect();
+        let range = tracer.nvtx.as_ref().map(|nvtx| {
+            let more = match others.len() {
+                0 => String::new(),
+                more => format!(" and {more} more"),
+            };
+            nvtx.start_range(&format!("{} {}{more}", labels.operation, first.name))
+        });
+        Some(Self {
+            tracer,
+            tracks,
+            activity: QUEUE_ACTIVITY,
+            transfer: labels.transfer,
+            range,
+            succeeded: false,
+        })
+    }
+
     /// Ends the current activity and begins the next.
     pub(super) fn enter_timeline_activity(&mut self, activity: &'static str) {
         if std::mem::replace(&mut self.activity, activity) == activity {

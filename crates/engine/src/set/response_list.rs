@@ -15,9 +15,14 @@ use farandole_negotiation::{
 };
 
 use super::coordinator_decisions::{PlannedListItem, ReadyTensor, TensorRefusal};
-use super::join::{JOIN_TENSOR_NAME, substitute_entry};
-use super::{FinishedRequest, FrameFailure, ProcessSet, StepResult, frame_kinds};
-use crate::{Error, StopCause};
+
+/// The operations that all ranks execute next.
+#[derive(Debug)]
+pub(super) struct ResponseList {
+    /// Lists are numbered from 1.
+    pub(super) number: u64,
+    pub(super) items: Vec<ResponseItem>,
+}
 
 /// An item of a list, with its cache entries resolved.
 #[derive(Debug)]
@@ -34,7 +39,7 @@ pub(super) fn encode_list_updating_cache(
     plan: Vec<PlannedListItem>,
     cache: &mut ResponseCache,
     frame: &mut Vec<u8>,
-) -> Vec<ResponseItem> {
+) -> ResponseList {
     let mut writer = FrameWriter(frame);
     writer.write_varint(number);
     let mut items = Vec::with_capacity(plan.len());
@@ -62,7 +67,7 @@ pub(super) fn encode_list_updating_cache(
             }
         }
     }
-    items
+    ResponseList { number, items }
 }
 
 fn encode_tensor(
@@ -114,7 +119,7 @@ fn decode_tensor(
 pub(super) fn decode_list_updating_cache(
     frame: &[u8],
     cache: &mut ResponseCache,
-) -> Result<(u64, Vec<ResponseItem>), MalformedFrame> {
+) -> Result<ResponseList, MalformedFrame> {
     let mut reader = FrameReader(frame);
     let number = reader.read_varint()?;
     let mut items = Vec::new();
@@ -135,105 +140,5 @@ pub(super) fn decode_list_updating_cache(
             other => return Err(MalformedFrame::Tag(other)),
         });
     }
-    Ok((number, items))
-}
-
-impl ProcessSet {
-    pub(super) fn on_response_list(
-        &mut self,
-        frame: &[u8],
-        finished: &mut Vec<FinishedRequest>,
-    ) -> Result<(), FrameFailure> {
-        // Forward the list to the children first, because they have the longer way.
-        self.send_to_children(frame_kinds::RESPONSE_LIST, frame)?;
-        let (number, items) = decode_list_updating_cache(frame, &mut self.cache)?;
-        if number != self.lists + 1 {
-            return Err(MalformedFrame::ListOutOfOrder(number).into());
-        }
-        self.apply_list(number, items, finished)?;
-        Ok(())
-    }
-
-    /// Applies the items of a list.
-    pub(super) fn apply_list(
-        &mut self,
-        number: u64,
-        items: Vec<ResponseItem>,
-        finished: &mut Vec<FinishedRequest>,
-    ) -> StepResult {
-        self.lists = number;
-        self.joins.restart_join_wait();
-        self.inquiries.forget_tensor(JOIN_TENSOR_NAME);
-        self.watch.forget_tensor(JOIN_TENSOR_NAME);
-        self.options.tracer.timeline.mark_cycle();
-        self.statistics.lists += 1;
-        if self.departure.as_ref().is_some_and(|leaving| number > leaving.executed) {
-            // The departing rank does not execute this list, so it cannot be completed.
-            return Ok(());
-        }
-        for item in items {
-            match item {
-                ResponseItem::Run(tensors) => self.queue_operation(number, tensors)?,
-                ResponseItem::Refuse(refusal) => self.refuse_entries(refusal, finished),
-                ResponseItem::Joined(last) => self.complete_join(last, finished),
-            }
-        }
-        // No member below can announce an entry that this list has dropped.
-        if self.tree.children.is_empty() {
-            self.cache.forget_dropped_entries_until(number);
-        }
-        Ok(())
-    }
-
-    fn queue_operation(&mut self, list: u64, tensors: Vec<Arc<CachedResponse>>) -> StepResult {
-        let mut entries = Vec::with_capacity(tensors.len());
-        let mut unknown = None;
-        for agreed in tensors {
-            match self.local.remove(&agreed.name) {
-                Some(entry) => entries.push((entry, agreed)),
-                None if self.joins.own_join().is_some() => {
-                    entries.push((substitute_entry(&agreed), agreed))
-                }
-                None => unknown = Some(agreed),
-            }
-        }
-        self.statistics.operations += 1;
-        self.statistics.tensors += entries.len() as u64;
-        let span = if self.options.tracer.is_enabled() {
-            self.begin_batch_span(list, &entries)
-        } else {
-            None
-        };
-        // Queued even if a tensor is unknown: its entries then fail with the engine, and none is
-        // lost.
-        self.execution.push_batch(list, entries, span);
-        match unknown {
-            None => Ok(()),
-            Some(agreed) => Err(StopCause::Protocol {
-                rank: self.members[0],
-                reason: format!(
-                    "a tensor that this rank did not announce is to be executed: {}",
-                    agreed.name
-                ),
-            }),
-        }
-    }
-
-    fn refuse_entries(&mut self, refusal: TensorRefusal, finished: &mut Vec<FinishedRequest>) {
-        let TensorRefusal { name, group, text } = refusal;
-        self.drop_refused_group(group);
-        let mut refused = vec![name];
-        if group != 0 {
-            let grouped = self.local.values().filter(|entry| entry.group == group);
-            refused.extend(grouped.map(|entry| Arc::clone(&entry.name)));
-        }
-        let text: Arc<str> = text.into();
-        for name in refused {
-            if let Some(entry) = self.local.remove(&name) {
-                self.trace_refusal(&name);
-                let error = Error::Mismatch { tensor: Arc::clone(&name), text: Arc::clone(&text) };
-                finished.push(FinishedRequest { handle: entry.handle, name, result: Err(error) });
-            }
-        }
-    }
+    Ok(ResponseList { number, items })
 }

@@ -15,7 +15,7 @@ use farandole_collectives::{CollectiveOperation, Communicator, OperationToken, T
 use farandole_kernels::HostMemory;
 use farandole_negotiation::{AlltoallSplits, CachedResponse};
 
-use super::StepResult;
+use crate::error::StepResult;
 
 /// Token of the alltoall of counts.
 pub(super) const SPLITS_TOKEN: OperationToken = OperationToken(u64::MAX - 1);

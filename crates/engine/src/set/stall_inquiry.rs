@@ -12,14 +12,18 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use farandole_negotiation::{FastHashMap, FrameReader, FrameWriter, MalformedFrame};
-use farandole_world::{ProcessSetId, Rank};
+use farandole_negotiation::{FrameReader, FrameWriter, MalformedFrame};
+use farandole_world::Rank;
 
-use super::{FrameFailure, ProcessSet, StepResult, frame_kinds};
+use super::control_links::{ControlLinks, FrameFailure, frame_kinds};
+use super::negotiation::Negotiation;
+use super::set_scope::SetScope;
+use super::stall_cases::StallCases;
 use crate::StopCause;
+use crate::error::StepResult;
 use crate::stall_report::{
-    MAX_NAMED_TENSORS, MissingRank, RankWait, STACK_TIMEOUT, StackAnswer, StackAnswerSlot,
-    StallReport, StalledTensor, ThreadStacks,
+    MissingRank, RankWait, STACK_TIMEOUT, StackAnswer, StackAnswerSlot, StallReport, StalledTensor,
+    ThreadStacks,
 };
 
 /// Longest time that the coordinator waits for answers: the time for the stacks, plus the way
@@ -30,16 +34,6 @@ const ANSWER_TIMEOUT: Duration = STACK_TIMEOUT.saturating_add(Duration::from_sec
 const MAX_RANKS_ASKED: usize = 16;
 /// Largest size in bytes of a stack in an answer.
 const MAX_STACK_BYTES: usize = 8 << 10;
-
-/// A tensor that has waited too long.
-pub(super) struct ConfirmedStall {
-    pub(super) since: Instant,
-    pub(super) submitters: Vec<u32>,
-    /// Name of the operation in reports.
-    pub(super) operation: String,
-    /// Whether the operation moves no data, so that its submitters only wait for it.
-    pub(super) moves_no_data: bool,
-}
 
 /// An inquiry of the coordinator that waits for answers.
 struct StallInquiry {
@@ -63,7 +57,6 @@ struct StackQuestion {
 
 #[derive(Default)]
 pub(super) struct StallInquiries {
-    stalled: FastHashMap<Arc<str>, ConfirmedStall>,
     /// Earliest time of the next report.
     next: Option<Instant>,
     number: u64,
@@ -74,137 +67,122 @@ pub(super) struct StallInquiries {
 }
 
 impl StallInquiries {
-    /// Forgets a tensor that is complete.
-    pub(super) fn forget_tensor(&mut self, name: &str) {
-        if !self.stalled.is_empty() {
-            self.stalled.remove(name);
-        }
-    }
-
-    pub(super) fn add_stall(&mut self, name: &Arc<str>, stalled: ConfirmedStall) {
-        self.stalled.insert(Arc::clone(name), stalled);
-    }
-
     /// Records the number of lists that have been executed.
     pub(super) fn note_executed_lists(&mut self, lists: u64, now: Instant) {
         if self.lists.is_none_or(|(known, _)| known != lists) {
             self.lists = Some((lists, now));
         }
     }
-}
 
-impl ProcessSet {
     /// Reports stalled operations, or first asks the missing ranks, if it is time.
-    pub(super) fn advance_stall_inquiry(&mut self, now: Instant) -> StepResult {
-        if let Some(inquiry) = self.inquiries.inquiry.take() {
-            if !inquiry.is_answered() && now < inquiry.due {
-                self.inquiries.inquiry = Some(inquiry);
-                return Ok(());
-            }
+    ///
+    /// # Errors
+    /// The stall that ends the engine, if there is one.
+    pub(super) fn advance_inquiry(
+        &mut self,
+        scope: &SetScope,
+        links: &mut ControlLinks,
+        negotiation: &Negotiation,
+        is_departing: bool,
+        now: Instant,
+    ) -> StepResult {
+        if let Some(inquiry) = self.inquiry.take_if(|open| open.is_answered() || now >= open.due) {
             let absentees = inquiry.absentees.into_iter().map(|(_, absentee)| absentee).collect();
-            return self.report_stalls(absentees, now);
+            return self.report_stalls(scope, negotiation, absentees, now);
         }
-        let Some(limit) = self.options.settings.stall_check else { return Ok(()) };
-        if self.inquiries.stalled.is_empty() || self.departure.is_some() {
+        let settings = &scope.context.settings;
+        let Some(limit) = settings.stall_check else { return Ok(()) };
+        let oldest = negotiation.stalls.confirmed_cases().values().map(|stalled| stalled.since);
+        let Some(oldest) = oldest.min().filter(|_| self.inquiry.is_none() && !is_departing) else {
             return Ok(());
-        }
-        let oldest =
-            self.inquiries.stalled.values().map(|stalled| stalled.since).min().unwrap_or(now);
+        };
         let waiting = now.saturating_duration_since(oldest);
         // A stall that ends the engine does not wait for the next interval.
-        let fatal = self.options.settings.stall_shutdown.is_some_and(|limit| waiting >= limit);
-        let early = self.inquiries.next.is_some_and(|next| now < next);
+        let fatal = settings.stall_shutdown.is_some_and(|limit| waiting >= limit);
+        let early = self.next.is_some_and(|next| now < next);
         if waiting < limit || (early && !fatal) {
             return Ok(());
         }
-        self.inquiries.next = Some(now + limit);
-        self.ask_missing_ranks(now)
+        self.next = Some(now + limit);
+        self.ask_missing_ranks(scope, links, &negotiation.stalls, now)
     }
 
-    fn ask_missing_ranks(&mut self, now: Instant) -> StepResult {
-        let mut targets: Vec<u32> = (0u32..).take(self.members.len()).collect();
+    fn ask_missing_ranks(
+        &mut self,
+        scope: &SetScope,
+        links: &mut ControlLinks,
+        stalls: &StallCases,
+        now: Instant,
+    ) -> StepResult {
+        let mut targets: Vec<u32> = (0u32..).take(scope.members.len()).collect();
         targets.retain(|member| {
-            self.inquiries.stalled.values().any(|stalled| !stalled.submitters.contains(member))
+            stalls.confirmed_cases().values().any(|stalled| !stalled.submitters.contains(member))
         });
         targets.truncate(MAX_RANKS_ASKED);
-        self.inquiries.number += 1;
-        let number = self.inquiries.number;
+        self.number += 1;
+        let number = self.number;
         let unanswered = |member: &u32| {
-            let rank = self.members[*member as usize];
-            let host = self.options.host_name(rank);
+            let rank = scope.members[*member as usize];
+            let host = scope.host_name(rank);
             (*member, MissingRank { rank, host, waits: None, stack: ThreadStacks::NoAnswer })
         };
         let absentees = targets.iter().map(unanswered).collect();
-        self.inquiries.inquiry =
-            Some(StallInquiry { number, due: now + ANSWER_TIMEOUT, absentees });
+        self.inquiry = Some(StallInquiry { number, due: now + ANSWER_TIMEOUT, absentees });
         let mut frame = Vec::new();
         let mut writer = FrameWriter(&mut frame);
         writer.write_varint(number);
         writer.write_varints(targets.iter().map(|member| u64::from(*member)));
-        self.send_to_children(frame_kinds::STALL_QUERY, &frame)?;
-        if targets.contains(&self.tree.me) {
-            self.begin_stack_question(number, now);
+        links.send_to_children(frame_kinds::STALL_QUERY, &frame)?;
+        if targets.contains(&scope.tree.me) {
+            self.begin_stack_question(scope, number, now);
         }
         Ok(())
     }
 
     pub(super) fn on_stall_query(
         &mut self,
+        scope: &SetScope,
+        links: &mut ControlLinks,
         frame: &[u8],
         now: Instant,
     ) -> Result<(), FrameFailure> {
-        self.send_to_children(frame_kinds::STALL_QUERY, frame)?;
+        links.send_to_children(frame_kinds::STALL_QUERY, frame)?;
         let mut reader = FrameReader(frame);
         let number = reader.read_varint()?;
-        if self.read_members(&mut reader)?.contains(&self.tree.me) {
-            self.begin_stack_question(number, now);
+        if scope.read_members(&mut reader)?.contains(&scope.tree.me) {
+            self.begin_stack_question(scope, number, now);
         }
         Ok(())
     }
 
-    fn begin_stack_question(&mut self, number: u64, now: Instant) {
+    fn begin_stack_question(&mut self, scope: &SetScope, number: u64, now: Instant) {
         let (answer, slot) = StackAnswer::new();
-        self.inquiries.question = Some(StackQuestion { number, due: now + STACK_TIMEOUT, slot });
-        self.options.observer.request_thread_stacks(answer);
+        self.question = Some(StackQuestion { number, due: now + STACK_TIMEOUT, slot });
+        scope.context.observer.request_thread_stacks(answer);
     }
 
     /// Returns the number of a query that can be answered now, and the stacks of the threads.
-    fn take_answerable_question(&mut self, now: Instant) -> Option<(u64, ThreadStacks)> {
-        let question = self.inquiries.question.as_ref()?;
+    pub(super) fn take_answerable_question(&mut self, now: Instant) -> Option<(u64, ThreadStacks)> {
+        let question = self.question.as_ref()?;
         let stack = question
             .slot
             .current_answer()
             .or((now >= question.due).then_some(ThreadStacks::NoAnswer))?;
-        self.inquiries.question.take().map(|question| (question.number, stack))
+        self.question.take().map(|question| (question.number, stack))
     }
 
-    /// Returns the operations in this set that this process waits for.
-    fn own_waited_operations(&self, now: Instant) -> impl Iterator<Item = RankWait> {
-        let set = self.watch.set;
-        self.local
-            .values()
-            .chain(self.joins.own_join())
-            .chain(self.execution.pending_entries())
-            .map(move |entry| RankWait {
-                operation: match set {
-                    ProcessSetId::GLOBAL => entry.operation_text(),
-                    set => format!("{} (process set {set})", entry.operation_text()),
-                },
-                moves_no_data: entry.moves_no_data(),
-                since: now.saturating_duration_since(entry.since),
-            })
-    }
-
-    fn send_stall_answer(
+    /// Answers a query with the stacks of this process, and with its operations.
+    pub(super) fn send_stall_answer(
         &mut self,
-        number: u64,
-        stack: &ThreadStacks,
+        scope: &SetScope,
+        links: &mut ControlLinks,
+        (number, stack): (u64, &ThreadStacks),
         waits: &[RankWait],
     ) -> StepResult {
         let mut frame = Vec::new();
         let mut writer = FrameWriter(&mut frame);
         writer.write_varint(number);
-        writer.write_varint(self.tree.me.into());
+        writer.write_varint(scope.tree.me.into());
         match stack {
             ThreadStacks::Unknown => writer.write_byte(0),
             ThreadStacks::NoAnswer => writer.write_byte(1),
@@ -219,16 +197,21 @@ impl ProcessSet {
             writer.write_byte(wait.moves_no_data.into());
             writer.write_varint(u64::try_from(wait.since.as_millis()).unwrap_or(u64::MAX));
         }
-        match self.on_stall_answer(&frame) {
+        match self.on_stall_answer(scope, links, &frame) {
             Err(FrameFailure::Cause(cause)) => Err(cause),
             // This member wrote the frame, so it cannot be malformed.
             Err(FrameFailure::Malformed(_)) | Ok(()) => Ok(()),
         }
     }
 
-    pub(super) fn on_stall_answer(&mut self, frame: &[u8]) -> Result<(), FrameFailure> {
-        if !self.is_coordinator() {
-            return Ok(self.send_frame(0, frame_kinds::STALL_ANSWER, frame)?);
+    pub(super) fn on_stall_answer(
+        &mut self,
+        scope: &SetScope,
+        links: &mut ControlLinks,
+        frame: &[u8],
+    ) -> Result<(), FrameFailure> {
+        if !scope.is_coordinator() {
+            return Ok(links.send_to_parent(frame_kinds::STALL_ANSWER, frame)?);
         }
         let mut reader = FrameReader(frame);
         let (number, member) = (reader.read_varint()?, reader.read_u32()?);
@@ -250,7 +233,7 @@ impl ProcessSet {
         }
         if let Some(inquiry) =
             // A late answer may belong to an earlier inquiry.
-            self.inquiries.inquiry.as_mut().filter(|inquiry| inquiry.number == number)
+            self.inquiry.as_mut().filter(|inquiry| inquiry.number == number)
             && let Some((_, absentee)) =
                 inquiry.absentees.iter_mut().find(|(known, _)| *known == member)
         {
@@ -260,42 +243,47 @@ impl ProcessSet {
         Ok(())
     }
 
-    fn report_stalls(&mut self, absentees: Vec<MissingRank>, now: Instant) -> StepResult {
-        let settings = Arc::clone(&self.options.settings);
+    fn report_stalls(
+        &self,
+        scope: &SetScope,
+        negotiation: &Negotiation,
+        absentees: Vec<MissingRank>,
+        now: Instant,
+    ) -> StepResult {
+        let settings = &scope.context.settings;
         let Some(limit) = settings.stall_check else { return Ok(()) };
         let mut stalls: Vec<StalledTensor> = Vec::new();
-        for (name, stalled) in &self.inquiries.stalled {
+        for (name, stalled) in negotiation.stalls.confirmed_cases() {
             let waiting = now.saturating_duration_since(stalled.since);
+            let submitters = stalled.submitters.iter();
             stalls.push(StalledTensor {
                 tensor: Arc::clone(name),
                 operation: stalled.operation.clone(),
                 moves_no_data: stalled.moves_no_data,
                 waiting,
-                submitters: stalled
-                    .submitters
-                    .iter()
-                    .map(|member| self.members[*member as usize])
-                    .collect(),
-                missing: self.missing_ranks(&stalled.submitters),
+                submitters: submitters.map(|member| scope.members[*member as usize]).collect(),
+                missing: scope.missing_ranks(&stalled.submitters),
                 fatal: settings.stall_shutdown.is_some_and(|limit| waiting >= limit),
             });
         }
         // All tensors may have become complete during the inquiry.
-        let Some(_) = stalls.first() else { return Ok(()) };
+        if stalls.is_empty() {
+            return Ok(());
+        }
         stalls.sort_by(|one, two| {
             two.waiting.cmp(&one.waiting).then_with(|| one.tensor.cmp(&two.tensor))
         });
-        let parted = self.deadlock_duration(&stalls, &absentees, now);
+        let parted = self.deadlock_duration(scope, &stalls, &absentees, now);
         let ends = settings.barrier_deadlock_timeout;
         let report = StallReport {
-            set: self.watch.set,
+            set: scope.id,
             limit,
             stalls,
             absentees,
             deadlocked_for: parted,
             deadlock_limit: ends,
         };
-        self.options.observer.on_stall(&report);
+        scope.context.observer.on_stall(&report);
         if let (Some(parted), Some(ends)) = (parted, ends)
             && parted >= ends
         {
@@ -303,7 +291,7 @@ impl ProcessSet {
         }
         match (report.stalls.into_iter().find(|stall| stall.fatal), settings.stall_shutdown) {
             (Some(stall), Some(limit)) => Err(StopCause::Deadline {
-                operation: self
+                operation: negotiation
                     .pending
                     .get(&stall.tensor)
                     .and_then(|tally| tally.operation_name())
@@ -322,11 +310,12 @@ impl ProcessSet {
     /// operations.
     fn deadlock_duration(
         &self,
+        scope: &SetScope,
         stalls: &[StalledTensor],
         absentees: &[MissingRank],
         now: Instant,
     ) -> Option<Duration> {
-        let still = now.saturating_duration_since(self.inquiries.lists?.1);
+        let still = now.saturating_duration_since(self.lists?.1);
         let in_meeting = |rank: &Rank| {
             let here = stalls
                 .iter()
@@ -337,30 +326,8 @@ impl ProcessSet {
                 .filter(|wait| wait.moves_no_data);
             here.map(|stall| stall.waiting).chain(there.map(|wait| wait.since)).max()
         };
-        let shortest = self.members.iter().map(in_meeting).min()??;
+        let shortest = scope.members.iter().map(in_meeting).min()??;
         // A list that was executed shows that some ranks still make progress.
         stalls.iter().any(|stall| stall.moves_no_data).then_some(shortest.min(still))
     }
-
-    /// Returns the ranks that are not among these members.
-    pub(super) fn missing_ranks(&self, submitters: &[u32]) -> Vec<Rank> {
-        (0u32..)
-            .zip(&self.members)
-            .filter(|(member, _)| !submitters.contains(member))
-            .map(|(_, rank)| *rank)
-            .collect()
-    }
-}
-
-/// Answers queries of other ranks about this process, if the stacks are there or have timed out.
-pub(crate) fn answer_stall_queries(sets: &mut [ProcessSet], now: Instant) -> StepResult {
-    for index in 0..sets.len() {
-        let Some((number, stack)) = sets[index].take_answerable_question(now) else { continue };
-        let mut waits: Vec<RankWait> =
-            sets.iter().flat_map(|set| set.own_waited_operations(now)).collect();
-        waits.sort_by_key(|wait| std::cmp::Reverse(wait.since));
-        waits.truncate(MAX_NAMED_TENSORS);
-        sets[index].send_stall_answer(number, &stack, &waits)?;
-    }
-    Ok(())
 }

@@ -11,13 +11,15 @@ use farandole_collectives::{CollectiveOperation, Communicator, OperationToken};
 use farandole_kernels::{DataType, HostMemory, ReduceOp};
 use farandole_negotiation::{MemorySite, control_peers};
 use farandole_testkit::counted;
-use farandole_transport::{Link, loopback};
-use farandole_world::{Generation, HostHash, ProcessSetId, TaskId, TaskPlacement, assign_ranks};
+use farandole_transport::{Link, LinkKind, loopback};
+use farandole_world::{
+    Generation, HostHash, ProcessSetId, Rank, TaskId, TaskPlacement, World, assign_ranks,
+};
 use parking_lot::Mutex;
 use proptest::prelude::*;
 
 use super::*;
-use crate::{RequestKind, SilentObserver};
+use crate::{AutotuneOptions, EngineSettings, RequestHandle, RequestKind, SilentObserver};
 
 /// Returns the signature of an allreduce in host memory.
 pub(super) fn plain(shape: &[u64]) -> RequestSignature {
@@ -25,6 +27,28 @@ pub(super) fn plain(shape: &[u64]) -> RequestSignature {
     let call = CollectiveCall::Allreduce { op: ReduceOp::Sum, prescale: one, postscale: one };
     let (dtype, site) = (DataType::F32, MemorySite::Host);
     RequestSignature { call, dtype, shape: shape.to_vec(), site, group: 0, group_size: 0 }
+}
+
+/// Returns an allreduce as the submission table holds it.
+pub(crate) fn allreduce_request(
+    name: &Arc<str>,
+    input: &HostMemory,
+    since: Instant,
+) -> (PendingEntry, RequestSignature) {
+    let entry = PendingEntry {
+        handle: RequestHandle(1),
+        name: Arc::clone(name),
+        operation: RequestKind::Barrier.operation_name(),
+        change_text: None,
+        group: 0,
+        rows: Vec::new(),
+        input: input.as_buffer(),
+        output: None,
+        ready: None,
+        since,
+        missing: None,
+    };
+    (entry, plain(&[1]))
 }
 
 /// Returns a world with this many ranks on each host.
@@ -186,19 +210,9 @@ impl Simulation {
     ) {
         let count = if signature.call.has_variable_rows() { rows.iter().sum() } else { 1 };
         let bytes = signature.row_or_tensor_bytes() * count;
-        let entry = PendingEntry {
-            handle: RequestHandle(1),
-            name: name.into(),
-            operation: RequestKind::Barrier.operation_name(),
-            change_text: None,
-            group: signature.group,
-            rows,
-            input: HostMemory::new(usize::try_from(bytes).unwrap()).as_buffer(),
-            output: None,
-            ready: None,
-            since: self.now,
-            missing: None,
-        };
+        let input = HostMemory::new(usize::try_from(bytes).unwrap());
+        let (entry, _) = allreduce_request(&name.into(), &input, self.now);
+        let entry = PendingEntry { group: signature.group, rows, ..entry };
         self.sets[rank].enqueue_entry(entry, signature, &mut self.finished[rank]).unwrap();
     }
 
@@ -214,7 +228,8 @@ impl Simulation {
     fn frames(&self) -> Vec<u64> {
         self.sets
             .iter()
-            .map(|set| set.statistics.frames_sent + set.statistics.frames_received)
+            .map(ProcessSet::statistics)
+            .map(|statistics| statistics.frames_sent + statistics.frames_received)
             .collect()
     }
 
@@ -265,8 +280,23 @@ fn sixteen_hosts_of_four_agree_with_few_messages_at_the_coordinator() {
         assert!(frames.iter().all(|frames| *frames <= 14), "{frames:?}");
         assert_eq!(frames[63], 2);
     }
-    assert_eq!(world.sets[5].statistics.cache_hits, 20);
+    assert_eq!(world.sets[5].statistics().cache_hits, 20);
     assert_eq!(world.log.lock().0.len(), 3, "ten tensors are one operation");
+}
+
+#[test]
+fn messages_per_rank_grow_with_the_logarithm_of_the_hosts_up_to_512_ranks() {
+    for hosts in [1, 8, 64] {
+        let mut world = Simulation::new(&vec![8; hosts], settings(64));
+        (0..8 * hosts).for_each(|rank| world.submit(rank, "t", plain(&[1]), 0));
+        world.settle();
+        assert!(world.take().iter().all(|finished| finished.len() == 1));
+        // One up and one down for every other rank of the host, and for every child host.
+        let expected = 2 * u64::from(7 + hosts.ilog2());
+        let frames = world.frames();
+        assert_eq!((frames[0], frames.iter().max()), (expected, Some(&expected)), "{hosts} hosts");
+        assert_eq!(frames.iter().sum::<u64>(), 4 * (8 * hosts as u64 - 1));
+    }
 }
 
 /// Each rank needs what it sends and what it receives: `2 P` numbers of the `P * P`.
@@ -295,7 +325,7 @@ fn alltoalls_with_changing_splits_tell_no_rank_what_others_exchange() {
         let exchanges = world.log.lock().0.len();
         assert_eq!(exchanges, [2, 3, 5, 7][usize::try_from(round).unwrap()], "in round {round}");
     }
-    assert_eq!(world.sets[9].statistics.cache_hits, 1);
+    assert_eq!(world.sets[9].statistics().cache_hits, 1);
 }
 
 #[test]
@@ -321,12 +351,23 @@ fn a_rank_that_lags_behind_many_evictions_is_still_understood() {
 #[test]
 fn a_forbidden_message_of_a_peer_stops_the_set_and_names_its_rank() {
     let mut world = Simulation::new(&[2], settings(2));
-    world.sets[1].send_frame(0, frame_kinds::TENSOR_ANNOUNCEMENT, &[0, 0, 99, 0]).unwrap();
+    world.sets[1].links.send_frame(0, frame_kinds::TENSOR_ANNOUNCEMENT, &[0, 0, 99, 0]).unwrap();
     let error = world.sets[0].poll(world.now, &mut Vec::new()).unwrap_err();
     assert_eq!(error.to_string(), "bad control message from rank 1: an unknown cache entry: 99");
-    world.sets[0].send_frame(0, frame_kinds::RESPONSE_LIST, &[9]).unwrap();
+    world.sets[0].links.send_frame(0, frame_kinds::RESPONSE_LIST, &[9]).unwrap();
     let error = world.sets[1].poll(world.now, &mut Vec::new()).unwrap_err();
     assert_eq!(error.to_string(), "bad control message from rank 0: a list out of order: 9");
+}
+
+#[test]
+fn only_the_coordinator_of_all_ranks_writes_the_log_of_autotune() {
+    let path = std::env::temp_dir().join(format!("farandole-tunes-{}.csv", std::process::id()));
+    let log = path.to_str().unwrap().to_owned();
+    let tune = AutotuneOptions { warmup_samples: 0, steps_per_score: 1, max_samples: 1, log };
+    let world = Simulation::new(&[2], EngineSettings { tune: Some(tune), ..settings(64) });
+    std::fs::remove_file(&path).unwrap();
+    drop(coordinator_decisions::SetCoordinator::new(&world.sets[1].scope));
+    assert!(!path.exists(), "another rank's log would be overwritten");
 }
 
 proptest! {
@@ -374,7 +415,7 @@ proptest! {
                     prop_assert_eq!(result.is_err(), refused, "{} in round {}", name, round);
                 }
             }
-            prop_assert!(world.sets.iter().all(|set| !set.is_busy() && set.pending.is_empty()));
+            prop_assert!(world.sets.iter().all(|set| !set.is_busy() && set.negotiation.pending.is_empty()));
         }
     }
 
@@ -425,7 +466,7 @@ proptest! {
                 }
             }
             prop_assert!(lasts.windows(2).all(|pair| pair[0] == pair[1]));
-            prop_assert!(world.sets.iter().all(|set| !set.is_busy() && set.pending.is_empty() && !set.joins.has_joined_members()));
+            prop_assert!(world.sets.iter().all(|set| !set.is_busy() && set.negotiation.pending.is_empty() && !set.negotiation.joins.has_joined_members()));
         }
     }
 }

@@ -329,10 +329,24 @@ fn callbacks_get_results_and_may_submit_again() {
             let handle = engine.submit(sum("second", &[2.0])).unwrap();
             sender.send((result.unwrap(), handle)).unwrap();
         };
-        engine.submit_with_callback(sum("first", &[1.0]), Box::new(done)).unwrap();
+        engine
+            .submit_group_with_callbacks(vec![sum("first", &[1.0])], vec![Box::new(done)])
+            .unwrap();
         let (first, second) = results.recv_timeout(LIMIT).unwrap();
         assert_eq!(floats(&contents(&first.output.unwrap())), [2.0]);
         assert_eq!(values(&engine, second), [4.0]);
+    });
+}
+
+#[test]
+fn a_group_of_one_is_the_request_alone() {
+    Cluster::new(&[2]).run(|rank, engine| {
+        let request = sum("t", &[1.0]);
+        let handle = match rank {
+            0 => engine.submit(request).unwrap(),
+            _ => engine.submit_group(vec![request]).unwrap()[0],
+        };
+        assert_eq!(values(&engine, handle), [2.0]);
     });
 }
 

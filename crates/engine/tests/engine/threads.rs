@@ -62,9 +62,9 @@ fn asynchronous_operations_complete_without_a_waiter() {
                         sender.send(result.is_ok()).unwrap()
                     };
                     engine
-                        .submit_with_callback(
-                            sum(&format!("{round}.{k}"), &[1.0; 300]),
-                            Box::new(done),
+                        .submit_group_with_callbacks(
+                            vec![sum(&format!("{round}.{k}"), &[1.0; 300])],
+                            vec![Box::new(done)],
                         )
                         .unwrap();
                 }

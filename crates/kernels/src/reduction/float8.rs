@@ -4,7 +4,7 @@
 //! Conversion between 8-bit floats and `f32`.
 
 use super::native_elements::FloatElement;
-use super::staged::ElementFormat;
+use super::staged::{ElementFormat, f32_accumulators};
 
 /// 8-bit float of the OCP 8-bit Floating Point Specification (OFP8, revision 1.0, 2023): a sign, an
 /// exponent with the bias `BIAS`, and `MANTISSA` bits of mantissa. Numbers with an exponent of zero
@@ -100,15 +100,7 @@ impl<const MANTISSA: u32, const BIAS: u32, const LAST: u32> ElementFormat
         }
     }
 
-    #[inline(always)]
-    fn scale_accumulators(acc: &mut [f32], factor: f64) {
-        f32::scale_accumulators(acc, factor);
-    }
-
-    #[inline(always)]
-    fn divide_by_member_count(acc: &mut [f32], members: usize) {
-        f32::divide_by_member_count(acc, members);
-    }
+    f32_accumulators!();
 }
 
 #[cfg(test)]

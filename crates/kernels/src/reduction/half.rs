@@ -5,7 +5,7 @@
 //! and without F16C.
 
 use super::native_elements::FloatElement;
-use super::staged::ElementFormat;
+use super::staged::{ElementFormat, f32_accumulators};
 
 /// Bfloat16: the upper half of an `f32`.
 pub(super) struct Bf16Format;
@@ -35,15 +35,7 @@ impl ElementFormat for Bf16Format {
         }
     }
 
-    #[inline(always)]
-    fn scale_accumulators(acc: &mut [f32], factor: f64) {
-        f32::scale_accumulators(acc, factor);
-    }
-
-    #[inline(always)]
-    fn divide_by_member_count(acc: &mut [f32], members: usize) {
-        f32::divide_by_member_count(acc, members);
-    }
+    f32_accumulators!();
 }
 
 impl ElementFormat for SoftwareF16 {
@@ -64,15 +56,7 @@ impl ElementFormat for SoftwareF16 {
         }
     }
 
-    #[inline(always)]
-    fn scale_accumulators(acc: &mut [f32], factor: f64) {
-        f32::scale_accumulators(acc, factor);
-    }
-
-    #[inline(always)]
-    fn divide_by_member_count(acc: &mut [f32], members: usize) {
-        f32::divide_by_member_count(acc, members);
-    }
+    f32_accumulators!();
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -126,15 +110,7 @@ impl ElementFormat for HardwareF16 {
         );
     }
 
-    #[inline(always)]
-    fn scale_accumulators(acc: &mut [f32], factor: f64) {
-        f32::scale_accumulators(acc, factor);
-    }
-
-    #[inline(always)]
-    fn divide_by_member_count(acc: &mut [f32], members: usize) {
-        f32::divide_by_member_count(acc, members);
-    }
+    f32_accumulators!();
 }
 
 /// Rounds to nearest even. The result for a NaN is a quiet NaN with the upper payload bits, as in

@@ -52,7 +52,7 @@ use self::reduction_parameters::BlockForm;
 use crate::{DataType, Error, ReduceOp, Result};
 
 pub use adasum::{AdasumPrecision, AdasumProducts};
-pub use neutral::{fill_with_neutral_element, neutral_element};
+pub use neutral::neutral_element;
 pub use reduction_order::ReductionOrder;
 pub use reduction_parameters::{InstructionSet, ReductionSpec};
 

@@ -75,15 +75,3 @@ pub fn neutral_element(dtype: DataType, op: ReduceOp) -> Result<[u8; 16]> {
     }
     Ok(bytes)
 }
-
-/// Fills `out` with copies of [`neutral_element`].
-///
-/// # Errors
-/// Like [`neutral_element`].
-pub fn fill_with_neutral_element(dtype: DataType, op: ReduceOp, out: &mut [u8]) -> Result<()> {
-    let element = neutral_element(dtype, op)?;
-    for cell in out.chunks_exact_mut(dtype.element_size()) {
-        cell.copy_from_slice(&element[..dtype.element_size()]);
-    }
-    Ok(())
-}

@@ -32,6 +32,22 @@ pub(super) struct NativeFormat<T>(PhantomData<T>);
 /// is divided.
 pub(super) struct WideIntegerFormat<T, A>(PhantomData<(T, A)>);
 
+/// The functions of a format whose accumulators are `f32`.
+macro_rules! f32_accumulators {
+    () => {
+        #[inline(always)]
+        fn scale_accumulators(acc: &mut [f32], factor: f64) {
+            <f32 as FloatElement>::scale_accumulators(acc, factor);
+        }
+
+        #[inline(always)]
+        fn divide_by_member_count(acc: &mut [f32], members: usize) {
+            <f32 as FloatElement>::divide_by_member_count(acc, members);
+        }
+    };
+}
+pub(super) use f32_accumulators;
+
 macro_rules! float {
     ($($type:ty, $size:literal;)+) => { $(
         impl ElementFormat for NativeFormat<$type> {

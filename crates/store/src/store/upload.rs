@@ -91,11 +91,6 @@ impl StoreUpload {
         &self.path
     }
 
-    /// Returns the number of bytes written so far.
-    pub fn written_bytes(&self) -> u64 {
-        self.bytes
-    }
-
     /// Appends a piece. A large one is sent in parts without a copy.
     ///
     /// # Errors

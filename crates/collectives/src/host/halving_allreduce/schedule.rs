@@ -353,9 +353,9 @@ impl HalvingSchedule {
         halving_link: &HalvingLink,
         direction: LinkDirection,
     ) -> MessagePosition {
-        let early = |from| self.next_operand_message(from, halving_link, direction);
+        let early = |from| self.next_carried_message(from, halving_link, direction, false);
         MessagePosition::first_nonempty(slot, halving_link.ahead, early, |from| {
-            self.next_result_message(from, halving_link, direction)
+            self.next_carried_message(from, halving_link, direction, true)
         })
     }
 
@@ -377,37 +377,24 @@ impl HalvingSchedule {
         self.next_nonempty_message(position.next_slot(), halving_link, direction)
     }
 
-    /// Returns the next early message that is not empty: its chunk and its bytes.
-    fn next_operand_message(
+    /// Returns the next message that is not empty, its chunk and its bytes: of operands, which are
+    /// early, or of results, which are late.
+    fn next_carried_message(
         &self,
         from: usize,
         halving_link: &HalvingLink,
         direction: LinkDirection,
+        is_result: bool,
     ) -> NextMessage {
         let (sender, receiver) = halving_link.sender_and_receiver(direction);
         if halving_link.is_within_host() {
-            let chunk = receiver.next_carried_chunk(from);
+            let carrier = if is_result { sender } else { receiver };
+            let chunk = carrier.next_carried_chunk(from);
             return (chunk < self.chunks).then(|| (chunk, self.chunk_extent(chunk).1));
         }
         self.next_shared_chunk(from, sender, receiver, |chunk| {
-            self.bytes_between_hosts(sender.host, receiver.host, chunk).0
-        })
-    }
-
-    /// Returns the next late message that is not empty: its chunk and its bytes.
-    fn next_result_message(
-        &self,
-        from: usize,
-        halving_link: &HalvingLink,
-        direction: LinkDirection,
-    ) -> NextMessage {
-        let (sender, receiver) = halving_link.sender_and_receiver(direction);
-        if halving_link.is_within_host() {
-            let chunk = sender.next_carried_chunk(from);
-            return (chunk < self.chunks).then(|| (chunk, self.chunk_extent(chunk).1));
-        }
-        self.next_shared_chunk(from, sender, receiver, |chunk| {
-            self.bytes_between_hosts(sender.host, receiver.host, chunk).1
+            let (early, late) = self.bytes_between_hosts(sender.host, receiver.host, chunk);
+            if is_result { late } else { early }
         })
     }
 
