@@ -5,10 +5,9 @@
 
 use std::collections::BTreeMap;
 
-use farandole::engine::collective_wait;
 use farandole::store::failed_store_attempts;
 use farandole::telemetry::metric_names::{METRICS, MetricDefinition};
-use farandole::telemetry::{EXPOSITION_CONTENT_TYPE, MetricSample};
+use farandole::telemetry::{EXPOSITION_CONTENT_TYPE, MetricSample, collective_wait};
 use farandole::transport::{LinkKind, sent_link_bytes};
 use pyo3::prelude::*;
 

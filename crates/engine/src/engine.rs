@@ -15,12 +15,12 @@ use std::time::{Duration, Instant};
 
 use farandole_collectives::Device;
 use farandole_negotiation::{FastHashSet, hash_names};
+use farandole_telemetry::count_collective_wait;
 use farandole_world::{ProcessSetId, Rank, World};
 use parking_lot::Mutex;
 
 use self::inline_drive_backoff::InlineDriveBackoff;
 use crate::callbacks::CompletionCallback;
-use crate::collective_wait::count_collective_wait;
 use crate::devices::EngineDevices;
 use crate::process_set_registry::{ProcessSetRegistry, SetMembership};
 use crate::progress::EngineShared;

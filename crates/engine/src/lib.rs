@@ -46,7 +46,6 @@
 
 mod background;
 mod callbacks;
-mod collective_wait;
 mod devices;
 mod engine;
 mod error;
@@ -71,7 +70,6 @@ pub mod control_plane_model {
 }
 
 pub use callbacks::CompletionCallback;
-pub use collective_wait::collective_wait;
 pub use engine::Engine;
 pub use error::{Error, Result, StopCause};
 pub use farandole_negotiation::control_peers;

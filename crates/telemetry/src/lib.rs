@@ -27,6 +27,7 @@
 
 #![deny(unsafe_code)]
 
+mod collective_wait;
 mod exposition;
 pub mod log;
 pub mod metric_names;
@@ -35,6 +36,7 @@ mod record;
 mod ring;
 mod timeline;
 
+pub use collective_wait::{collective_wait, count_collective_wait};
 pub use exposition::{EXPOSITION_CONTENT_TYPE, MetricSample, format_exposition};
 pub use nvtx::{NvtxDomain, NvtxRange};
 pub use record::{LogLine, OutputStream, RecordSink, WorkerMetric, WorkerRecord};

@@ -11,7 +11,7 @@ use std::time::Duration;
 static WAITED_NANOSECONDS: AtomicU64 = AtomicU64::new(0);
 
 /// Counts a wait.
-pub(crate) fn count_collective_wait(elapsed: Duration) {
+pub fn count_collective_wait(elapsed: Duration) {
     let elapsed = u64::try_from(elapsed.as_nanos()).unwrap_or(u64::MAX);
     // The counter orders nothing else.
     WAITED_NANOSECONDS.fetch_add(elapsed, Ordering::Relaxed);
