@@ -78,7 +78,7 @@ def find_row_groups(urls: str | Sequence[str]) -> ParquetRowGroups:
 
 @dataclass(frozen=True)
 class RowGroupReading:
-    """How a reader reads a row group: everything that a worker needs."""
+    """The settings by which a worker reads a row group."""
 
     file_schema: pa.Schema
     schema: Unischema
