@@ -65,7 +65,8 @@ pub struct JobViewerOptions<'a> {
     pub ranks: u32,
 }
 
-/// Receives reports about a job for the run viewer and the metrics. A failed report never fails the job.
+/// Receives reports about a job for the run viewer and the metrics. A failed report never fails the
+/// job.
 pub trait JobViewer: Send + Sync {
     /// Returns the folder for the output of ranks, if the store is on this host.
     fn output_folder(&self) -> Option<PathBuf>;

@@ -189,7 +189,8 @@ impl<'a> JobRun<'a> {
         self.conductor.into_report()
     }
 
-    /// Publishes the request for a suspension once in each world: the values of a world end with it.
+    /// Publishes the request for a suspension once in each world: the values of a world end with
+    /// it.
     fn publish_suspension(&mut self) {
         if !self.suspension.is_requested() {
             return;

@@ -6,7 +6,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Kind of the record by which rank 0 reports its commit; the same in `farandole.common.suspension`.
+/// Kind of the record by which rank 0 reports its commit; the same in
+/// `farandole.common.suspension`.
 pub const SUSPENSION_RECORD_KIND: &str = "suspended";
 
 /// Key of the value by which ranks learn of the request; the same in

@@ -129,8 +129,9 @@ impl SetCoordinator {
     }
 }
 
-/// Returns the largest number of response lists that may be in execution at a time. With one list, tensors accumulate
-/// and are fused. A second list hides the latency of the way down a tree of hosts.
+/// Returns the largest number of response lists that may be in execution at a time. With one list,
+/// tensors accumulate and are fused. A second list hides the latency of the way down a tree of
+/// hosts.
 pub fn max_lists_in_execution(hosts: usize) -> u64 {
     if hosts > 1 { 2 } else { 1 }
 }

@@ -41,8 +41,8 @@ pub(crate) struct PendingEntry {
 }
 
 impl PendingEntry {
-    /// Returns the part of a joined rank in an operation of other ranks: memory that does not change
-    /// any result.
+    /// Returns the part of a joined rank in an operation of other ranks: memory that does not
+    /// change any result.
     pub(super) fn substitute(agreed: &CachedResponse) -> Self {
         let signature = &agreed.signature;
         let bytes = usize::try_from(signature.row_or_tensor_bytes()).unwrap_or(usize::MAX);
