@@ -28,7 +28,7 @@ const TIMELINE_GATHER_VALUE: &str = "GATHER";
 /// Variable of workers that report to the run viewer themselves.
 const SELF_REPORTING_VARIABLE: &str = "FARANDOLE_SPARK_TOLD";
 
-/// Variables of OpenTelemetry of which one names the collector; the same in
+/// Variables of OpenTelemetry for the collector's address; the same in
 /// `farandole.runner.show.metrics_export`.
 const OTLP_ENDPOINT_VARIABLES: [&str; 2] =
     ["OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"];

@@ -175,7 +175,7 @@ impl BatchExecution {
         }
     }
 
-    /// Starts batches whose turn it is, and completes those that the communicators have finished.
+    /// Starts batches whose turn it is, and completes batches that the communicators have finished.
     /// Returns whether anything moved, and the loss of a link, which may have a better explanation.
     ///
     /// # Errors

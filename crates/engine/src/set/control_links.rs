@@ -28,7 +28,7 @@ pub(super) mod frame_kinds {
     pub(crate) const STALL_STATUS: u8 = 6;
     /// Upward: no member of the subtree executes an operation of a departed rank any more.
     pub(crate) const SUBTREE_DONE: u8 = 7;
-    /// Downward: no member of the set does, so links may close.
+    /// Downward: no member of the set executes such an operation, so links may close.
     pub(crate) const LINKS_CLEAR: u8 = 8;
     /// Downward: asks missing members for their stacks and waits.
     pub(crate) const STALL_QUERY: u8 = 9;
@@ -175,7 +175,7 @@ impl ControlLinks {
         }
     }
 
-    /// Sends the last frame of this rank to all neighbours, also to those that count as lost: if a
+    /// Sends the last frame of this rank to all neighbours, also to lost neighbours: if a
     /// connection is silent, its other end may not know of the failure yet.
     pub(super) fn send_final_frame(&mut self, kind: u8, frame: &[u8]) {
         for neighbour in &mut self.neighbours {

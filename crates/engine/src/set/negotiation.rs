@@ -6,7 +6,7 @@
 //!
 //! Announcements go upward: a node announces a tensor when its whole subtree has announced it. If
 //! all members agree, they are merged into one item. The coordinator checks tensors that all ranks
-//! have announced, and decides what the next list contains.
+//! have announced, and decides the content of the next list.
 //!
 //! Frame: number of lists seen, then items until the end. `0 slot version` is a cached request. `3
 //! slot version absent` is a cached request without the members below that have joined. `1 name

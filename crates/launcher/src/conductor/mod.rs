@@ -488,8 +488,8 @@ impl Conductor {
         }
     }
 
-    /// Takes ends of workers from the registrar that their connections do not report: those that
-    /// have ended, and those that are silent.
+    /// Takes ends of workers from the registrar that their connections do not report, because the
+    /// connections have ended or are silent.
     fn accept_reported_exits(&mut self, now: Duration) {
         let confirmed = |task: &JobTask| {
             let Some(WorkerExitChannel::Connection(number)) = task.awaited else { return None };
