@@ -135,6 +135,7 @@ def test_a_run_is_reported_from_its_start_to_its_end(java_plugin):
         "ended": 0,
         "user": "",
         "restarts": 1,
+        "losses": 0,
         "tags": ["farandole-1"],
         "size": 2,
         "parameters": {"epochs": 2, "lr": "inf"},
