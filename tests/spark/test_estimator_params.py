@@ -112,6 +112,9 @@ TORCH = {
     "train_minibatch_fn": [(3, TypeError)],
     "precision": [("fp8", ValueError)],
     "gradient_clip_norm": [(0, ValueError), ("one", TypeError)],
+    "sync_every": [(0, ValueError), (1.5, TypeError)],
+    "shard_optimizer": [("yes", TypeError)],
+    "ema_decay": [(1.0, ValueError), (0, ValueError), ("most", TypeError)],
     "lr_scheduler": [("cosine", TypeError)],
     "lr_scheduler_interval": [("hour", ValueError)],
     "early_stopping": [
@@ -188,10 +191,10 @@ SET = {
 }  # fmt: skip
 OF_TORCH = dict.fromkeys(
     ("input_shapes", "input_dtypes", "loss_constructors", "loss_reduction", "train_minibatch_fn",
-        "output", "class_weight", "gradient_clip_norm", "lr_scheduler",
+        "output", "class_weight", "gradient_clip_norm", "ema_decay", "lr_scheduler",
      "early_stopping", "best_checkpoint", "checkpoint_every", "max_steps", "max_time")
 ) | {"precision": "fp32", "lr_scheduler_interval": "epoch", "compile": False,
-    "deterministic": False}  # fmt: skip
+    "deterministic": False, "sync_every": 1, "shard_optimizer": False}  # fmt: skip
 OF_LIGHTNING = dict.fromkeys(
     ("num_gpus", "logger", "loader_num_epochs", "profiler", "trainer_args",
         "train_async_data_loader_queue_size",
