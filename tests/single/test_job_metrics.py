@@ -333,3 +333,55 @@ def test_without_settings_nothing_is_exported(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.delenv(name, raising=False)
     with export_run_metrics("digits") as run:
         assert run is None
+
+
+def served_port(printed: str) -> int:
+    (port,) = re.findall(r"http://127\.0\.0\.1:(\d+)/metrics", printed)
+    return int(port)
+
+
+def test_runs_of_one_name_have_different_labels():
+    export = metrics_export.MetricsExport()
+    with (
+        export.export_run("trial", "", uses_otlp=False) as first,
+        export.export_run("trial", "", uses_otlp=False) as second,
+        export.export_run("trial", "", uses_otlp=False) as third,
+    ):
+        assert [run.name for run in (first, second, third)] == ["trial", "trial (2)", "trial (3)"]
+    with export.export_run("trial", "", uses_otlp=False) as again:
+        assert again.name == "trial"
+
+
+def test_a_client_that_sends_slowly_keeps_no_run_from_its_end(capsys):
+    export = metrics_export.MetricsExport()
+    with export.export_run("slow", "0", uses_otlp=False):
+        port = served_port(capsys.readouterr().err)
+        clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
+        for client in clients:
+            client.send(b"GET /met")
+        started = time.monotonic()
+    assert time.monotonic() - started < 2.0
+    for client in clients:
+        client.close()
+
+
+def test_a_run_that_begins_while_the_server_ends_finds_the_port(capsys):
+    export = metrics_export.MetricsExport()
+    with export.export_run("first", "0", uses_otlp=False):
+        port = served_port(capsys.readouterr().err)
+    failures = []
+
+    def run_often() -> None:
+        for _ in range(20):
+            try:
+                with export.export_run("often", str(port), uses_otlp=False):
+                    pass
+            except OSError as error:
+                failures.append(error)
+
+    threads = [threading.Thread(target=run_often) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []

@@ -218,6 +218,26 @@ def test_epochs_follow_each_other_in_another_order_each_time(plain):
     assert len(set(epochs)) > 1
 
 
+@pytest.mark.parametrize("seed", [None, 7])
+@pytest.mark.parametrize("pool", ["dummy", "thread"])
+def test_shuffled_parts_of_row_groups_have_each_row_once(plain, seed, pool):
+    options = {"schema_fields": ["id"], "shuffle_rows": True, "seed": seed}
+    with make_batch_reader(
+        plain, shuffle_row_drop_partitions=3, num_epochs=2, reader_pool_type=pool, **options
+    ) as reader:
+        numbers = ids_of(reader)
+    whole = sorted(ids_of_all(plain))
+    half = len(numbers) // 2
+    assert sorted(numbers[:half]) == whole
+    assert sorted(numbers[half:]) == whole
+    assert numbers[:half] != numbers[half:]
+
+
+def ids_of_all(url):
+    with make_batch_reader(url, schema_fields=["id"], num_epochs=1) as reader:
+        return ids_of(reader)
+
+
 def test_a_seed_repeats_the_order_of_row_groups_and_rows(plain):
     options = {"schema_fields": ["id"], "seed": 5, "shuffle_rows": True, "num_epochs": 2}
     first, second = (ids_of(read(make_batch_reader, plain, **options)) for _ in range(2))

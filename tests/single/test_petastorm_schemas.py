@@ -140,6 +140,45 @@ def test_a_pickle_that_grows_without_end_is_an_error_within_a_moment():
     assert time.monotonic() - started < 30
 
 
+DOUBLED = b")p0\n" + b"".join(b"g%d\n\x86p%d\n" % (number, number + 1) for number in range(60))
+"""A tuple whose text has 2**60 characters."""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        DOUBLED + b"cnumpy\nint8\n)N\x89",
+        b"Vx\n" + DOUBLED + b")N\x89",
+        b"Vx\ncnumpy\nint8\n" + DOUBLED + b"N\x89",
+        b"Vx\ncnumpy\nint8\n)N" + DOUBLED,
+        b"Vx\ncnumpy\ndtype\n" + DOUBLED + b"\x85R)N\x89",
+        b"Vx\ncnumpy\nint8\n)cpetastorm.codecs\nCompressedImageCodec\n)\x81}V_image_codec\n"
+        + DOUBLED
+        + b"sb\x89",
+    ],
+    ids=["name", "type", "shape", "nullable", "name of a type", "image format"],
+)
+def test_no_message_has_the_text_of_a_value_that_grows(arguments):
+    started = time.monotonic()
+    field = b"cpetastorm.unischema\nUnischemaField\n(" + arguments + b"t\x81"
+    data = b"cpetastorm.unischema\nUnischema\n)\x81}(V_name\nVs\nV_fields\n}Vx\n" + field + b"sub."
+    with pytest.raises(pickle.UnpicklingError) as caught:
+        read_pickled_schema(data, "file")
+    assert len(str(caught.value)) < 500
+    assert time.monotonic() - started < 5
+
+
+def test_a_name_that_is_no_string_is_refused_before_it_is_hashed():
+    deep = b")" + b"\x85" * 200_000 + b"Vx\n\x93"
+    with pytest.raises(pickle.UnpicklingError, match="no string"):
+        read_pickled_schema(b"\x80\x04" + deep + b".", "file")
+
+
+def test_a_pickle_that_no_schema_needs_is_refused_by_its_size():
+    with pytest.raises(pickle.UnpicklingError, match="at most"):
+        read_pickled_schema(b"N" * (1 << 21) + b".", "file")
+
+
 @pytest.mark.parametrize("protocol", [0, 4])
 def test_a_damaged_schema_is_an_error_of_unpickling(protocol):
     seed = random.randrange(1 << 32)

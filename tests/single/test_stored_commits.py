@@ -144,7 +144,9 @@ def test_a_store_that_fails_causes_warnings_and_fails_only_the_end(
     assert "could not be written" in caplog.text
 
 
-def test_progress_is_another_content_than_that_of_the_commit_before(hvd, tmp_path):
+def test_progress_is_another_content_than_that_of_the_commit_before(hvd, tmp_path, monkeypatch):
+    monkeypatch.setenv("FARANDOLE_REQUEUE", "1")
+
     def stored(until):
         state = made(hvd, 1)
         state.save_to(str(tmp_path), "digits")
@@ -157,7 +159,10 @@ def test_progress_is_another_content_than_that_of_the_commit_before(hvd, tmp_pat
     assert stored(6).has_progressed()
 
 
-def test_an_equal_state_is_no_progress_although_its_archive_has_other_bytes(hvd, tmp_path):
+def test_an_equal_state_is_no_progress_although_its_archive_has_other_bytes(
+    hvd, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("FARANDOLE_REQUEUE", "1")
     state = made(hvd, 1)
     state.save_to(str(tmp_path), "digits")
     training(hvd, until=4)(state)
@@ -225,3 +230,18 @@ def test_plain_values_alone_go_to_a_store_too(hvd, tmp_path):
     assert again.seen == {"step 1": [1, None, 0.5], "step 2": [2, None, 0.5]}
     with pytest.raises(TypeError, match=r"state\.pair is builtins.tuple"):
         made_plain(pair=(1, 2))
+
+
+def test_contents_of_a_commit_take_any_plain_value(monkeypatch):
+    """Dicts of a state may have keys of several types, which JSON does not sort."""
+    from farandole.common import commits
+
+    data = commits.pack_commit_archive([[1.0]], {})
+    first = {"seen": {(0, 1): 2, "a": None, 3: [object()]}}
+    other = {"seen": {3: [object()], "a": None, (0, 1): 2}}
+    assert commits.commit_contents(data, first) == commits.commit_contents(data, other)
+    changed = {"seen": {(0, 1): 3, "a": None, 3: [object()]}}
+    assert commits.commit_contents(data, first) != commits.commit_contents(data, changed)
+    assert commits.describe_contents(b"no archive", {}) is None
+    monkeypatch.setenv("FARANDOLE_REQUEUE", "1")
+    assert commits.describe_contents(b"no archive", {}) is None

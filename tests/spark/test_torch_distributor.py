@@ -161,7 +161,7 @@ def test_processes_on_the_driver_share_its_gpus(fake_gpus, monkeypatch, caplog):
     assert TorchDistributor().run(visible_device) == ("7", "0")
 
 
-@pytest.mark.parametrize("visible", [None, ""])
+@pytest.mark.parametrize("visible", [None, "", "-1", "NoDevFiles", "-1,0"])
 def test_a_driver_without_gpus_says_how_to_train_on_cpus(monkeypatch, tmp_path, visible):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -116,8 +116,17 @@ pub fn forwarded_environment() -> BTreeMap<String, Option<String>> {
 fn filter_forwarded_variables(
     variables: impl IntoIterator<Item = (String, String)>,
 ) -> BTreeMap<String, Option<String>> {
-    const JOB_VARIABLES: [&str; 8] =
-        ["JOB", "TASK", "GENERATION", "ELASTIC", "OUTAGE", "JOURNAL", "JOB_SECRET", "SECRET_KEY"];
+    const JOB_VARIABLES: [&str; 9] = [
+        "JOB",
+        "TASK",
+        "GENERATION",
+        "ELASTIC",
+        "OUTAGE",
+        "JOURNAL",
+        "METRICS", // of the driver: a job inside of this one would take its port
+        "JOB_SECRET",
+        "SECRET_KEY",
+    ];
     let stays = |name: &str| {
         let own = JOB_VARIABLES.iter().any(|knob| {
             name.strip_prefix(FARANDOLE_PREFIX).or_else(|| name.strip_prefix(HOROVOD_PREFIX))
@@ -125,6 +134,7 @@ fn filter_forwarded_variables(
         });
         own || name.starts_with("BASH_FUNC_")
             || name == "OLDPWD"
+            || name == "OTEL_EXPORTER_OTLP_HEADERS" // may have the driver's token
             || name == "_HOROVOD_SECRET_KEY"
             || name.ends_with("CUDA_VISIBLE_DEVICES")
     };

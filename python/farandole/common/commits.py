@@ -22,6 +22,8 @@ import zipfile
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+from farandole.common.suspension import may_be_suspended
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -138,7 +140,7 @@ class StoredCommits:
                 run = self._keyed_run_store()
                 self._lease.renew_or_raise()
                 run.write_checkpoint(run.checkpoint_filename, data)
-                self._written_contents = commit_contents(data, plain)
+                self._written_contents = describe_contents(data, plain)
             except Exception as error:  # noqa: BLE001 - training continues; its end raises it
                 self._failure = error
                 _log.warning(
@@ -178,10 +180,27 @@ class StoredCommits:
 
 
 CommitContents = tuple[str, tuple[tuple[int, int], ...]]
-"""Plain values of a commit as JSON, and checksum and size in bytes of each array or tensor."""
+"""Plain values of a commit as text, and checksum and size in bytes of each array or tensor."""
 
 _ARRAY_NAME: Final = re.compile(r"\d+\.npy|.+/data/\d+")
 """Names in the archives of NumPy and torch."""
+
+
+def describe_contents(data: bytes, plain: dict[str, Any]) -> CommitContents | None:
+    """Returns the contents of a commit, in a job that may be suspended; `None` in others, and if
+    the contents cannot be read: the commit itself is not affected.
+
+    Args:
+        data: As for `commit_contents`.
+        plain: As for `commit_contents`.
+    """
+    if not may_be_suspended():
+        return None
+    try:
+        return commit_contents(data, plain)
+    except Exception as error:  # noqa: BLE001 - of any kind of state
+        _log.warning("progress of the job is unknown: %s", error)
+        return None
 
 
 def commit_contents(data: bytes, plain: dict[str, Any]) -> CommitContents:
@@ -203,8 +222,21 @@ def commit_contents(data: bytes, plain: dict[str, Any]) -> CommitContents:
             for part in archive.infolist()
             if _ARRAY_NAME.fullmatch(part.filename)
         ]
-    text = json.dumps(plain, sort_keys=True, default=lambda value: type(value).__name__)
-    return text, tuple(sorted(arrays))
+    return repr(_comparable_form(plain)), tuple(sorted(arrays))
+
+
+def _comparable_form(value: Any) -> Any:
+    """Returns a form of a value whose `repr` is equal for equal values: dicts in order of their
+    keys, objects by their type.
+    """
+    if isinstance(value, dict):
+        pairs = [(repr(key), _comparable_form(entry)) for key, entry in value.items()]
+        return {"dict": sorted(pairs, key=lambda pair: pair[0])}
+    if isinstance(value, list | tuple):
+        return [_comparable_form(entry) for entry in value]
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        return value
+    return type(value).__name__
 
 
 def pack_commit_archive(arrays: Sequence[Any], plain: dict[str, Any]) -> bytes:

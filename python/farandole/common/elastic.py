@@ -321,7 +321,9 @@ class State:
             return
         self._run_on_rank_zero(lambda: self._load_commit_on_rank_zero(stored))
         # A later rank 0 must know it to see whether the job has progressed since.
-        stored.loaded_contents = self._bcast_object(stored.loaded_contents)
+        loaded = self._bcast_object(stored.loaded_contents)
+        if loaded is not None:  # a new rank 0 has loaded nothing
+            stored.loaded_contents = loaded
 
     def _load_commit_on_rank_zero(self, stored: StoredCommits) -> None:
         """Loads the state from the store on rank 0, if no rank of the world has the state. Rank 0
@@ -339,12 +341,12 @@ class State:
         try:
             content = self._unpack_commit(found)
             self._apply_commit(content)
-            stored.loaded_contents = commits.commit_contents(found, self._plain_values(content))
         except Exception as error:
             raise ValueError(
                 f"the commit of run {stored.run_id!r} cannot be taken into this state: choose "
                 f"another run_id, or move {stored.directory_url} elsewhere: {error}"
             ) from error
+        stored.loaded_contents = commits.describe_contents(found, self._plain_values(content))
 
     def _wait_for_copies(self) -> None:
         """Waits for the background work of a commit; there is none by default."""

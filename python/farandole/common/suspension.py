@@ -15,6 +15,7 @@ import threading
 from typing import TYPE_CHECKING, Final
 
 from farandole import _variables as variables
+from farandole.common.exceptions import FarandoleInternalError
 
 if TYPE_CHECKING:
     from farandole.common.commits import StoredCommits
@@ -83,13 +84,24 @@ def report_suspension(stored: StoredCommits, commits: int) -> None:
     Args:
         stored: Store with the commit.
         commits: Number of the commit since this process has started.
+
+    Raises:
+        FarandoleInternalError: The launcher does not confirm the report.
     """
     from farandole._native import launcher  # noqa: PLC0415 - few jobs are suspended
 
+    # An empty buffer drops no record.
+    launcher.flush_reports(_REPORT_FLUSH_SECONDS)
     record = {
         "commit": commits,
         "directory": stored.directory_url,
         "progress": stored.has_progressed(),
     }
     launcher.report_record(SUSPENSION_KIND, json.dumps(record).encode())
-    launcher.flush_reports(_REPORT_FLUSH_SECONDS)
+    if not launcher.flush_reports(_REPORT_FLUSH_SECONDS):
+        # Otherwise the job would look complete.
+        raise FarandoleInternalError(
+            f"commit {commits} is in {stored.directory_url}, but the launcher has not confirmed "
+            "the report of it, so the job is not requeued: a job that is submitted again "
+            "continues from the commit"
+        )

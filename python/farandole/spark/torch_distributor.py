@@ -7,8 +7,10 @@ Importing this module imports neither pyspark nor torch.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _VISIBLE_DEVICES: Final = "CUDA_VISIBLE_DEVICES"
+_VISIBLE_DEVICE = re.compile(r"\d+|(GPU|MIG)-.+")
 _TASK_GPUS: Final = "spark.task.resource.gpu.amount"
 _LOG = logging.getLogger("farandole")
 
@@ -118,7 +121,9 @@ def _find_driver_gpus() -> list[str]:
     """
     visible = os.environ.get(_VISIBLE_DEVICES)
     if visible is not None:
-        addresses = [address.strip() for address in visible.split(",") if address.strip()]
+        listed = (address.strip() for address in visible.split(","))
+        # As CUDA reads it: the first entry that names no device ends the list.
+        addresses = list(itertools.takewhile(_VISIBLE_DEVICE.fullmatch, listed))
         reason = f"{_VISIBLE_DEVICES} is {visible!r}"
     else:
         try:

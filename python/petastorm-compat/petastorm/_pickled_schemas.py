@@ -76,6 +76,19 @@ _ARRAY_CODECS: dict[str, Any] = {
 }
 
 
+_MAX_PICKLE_BYTES = 1 << 20
+"""Largest pickle of a schema, in bytes: thousands of fields."""
+_MAX_ARGUMENTS = 64
+"""Largest number of arguments of a call; a schema's calls have up to six."""
+_MAX_SHOWN_CHARACTERS = 80
+_MAX_DTYPE_CHARACTERS = 32
+_DAMAGE = (
+    ValueError, TypeError, LookupError, AttributeError, RecursionError, ArithmeticError,
+    SyntaxError,
+)  # fmt: skip
+"""Errors of a pickle that is no schema."""
+
+
 def read_pickled_schema(data: bytes, source: str) -> Unischema:
     """Returns the schema of a data set.
 
@@ -88,8 +101,10 @@ def read_pickled_schema(data: bytes, source: str) -> Unischema:
             message names it and the file.
     """
     try:
+        if len(data) > _MAX_PICKLE_BYTES:
+            raise ValueError(f"it has {len(data)} bytes, a schema has at most {_MAX_PICKLE_BYTES}")
         return _build_schema(_describe_pickle(data))
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+    except _DAMAGE as error:
         raise pickle.UnpicklingError(
             f"the schema that {source} contains is damaged, or has classes that are not "
             f"petastorm's own, and is not unpickled: {error}"
@@ -104,7 +119,7 @@ class _PickledName:
     name: str
 
     def __str__(self) -> str:
-        return f"{self.module}.{self.name}"
+        return f"{self.module}.{self.name}"[:_MAX_SHOWN_CHARACTERS]
 
 
 @dataclass
@@ -167,7 +182,7 @@ class _PickleMachine:
             "SETITEM": lambda _: self.set_items(self.pop_many(2)),
             "SETITEMS": lambda _: self.set_items(self.pop_to_mark()),
             "GLOBAL": lambda argument: push(_PickledName(*argument.split(" ", 1))),
-            "STACK_GLOBAL": lambda _: push(_PickledName(*self.pop_many(2))),
+            "STACK_GLOBAL": lambda _: push(_as_name(*self.pop_many(2))),
             "REDUCE": lambda _: push(_describe_call(*self.pop_many(2))),
             "NEWOBJ": lambda _: push(_describe_call(*self.pop_many(2))),
             "BUILD": lambda _: self.set_state(self.pop()),
@@ -215,6 +230,24 @@ class _PickleMachine:
         self.stack[-1].state = state
 
 
+def _as_name(module: Any, name: Any) -> _PickledName:
+    if not isinstance(module, str) or not isinstance(name, str):
+        raise TypeError("the pickle has a class whose name is no string")
+    return _PickledName(module, name)
+
+
+def _show_value(value: Any) -> str:
+    """Returns a value for a message: a string, or the type of anything else, which may be huge."""
+    return repr(value)[:_MAX_SHOWN_CHARACTERS] if isinstance(value, str) else type(value).__name__
+
+
+def _show_class(value: Any) -> str:
+    """Returns the class of an object, or the type of another value, for a message."""
+    if isinstance(value, _PickledObject):
+        return str(value.name)
+    return str(value) if isinstance(value, _PickledName) else type(value).__name__
+
+
 def _as_pairs(values: Any) -> list[tuple[str, Any]]:
     names, members = list(values[::2]), list(values[1::2])
     if not all(isinstance(name, str) for name in names):
@@ -228,10 +261,14 @@ def _describe_call(name: Any, arguments: Any) -> _PickledObject:
     """
     if not isinstance(name, _PickledName) or not isinstance(arguments, tuple):
         raise TypeError("the pickle calls something that is no class by its name")
+    if len(arguments) > _MAX_ARGUMENTS:
+        raise ValueError(f"the pickle calls {name} with {len(arguments)} arguments")
     match (name.module, name.name, *arguments):
         case ("copyreg" | "copy_reg", "_reconstructor", _PickledName() as made, base, state):
             is_tuple = isinstance(base, _PickledName) and base.name == "tuple"
-            return _PickledObject(made, tuple(state) if is_tuple else ())
+            if is_tuple and not (isinstance(state, tuple) and len(state) <= _MAX_ARGUMENTS):
+                raise TypeError(f"the pickle has a {made} that is no tuple of a few values")
+            return _PickledObject(made, state if is_tuple else ())
         case ("copyreg" | "copy_reg", "__newobj__", _PickledName() as made, *rest):
             return _PickledObject(made, tuple(rest))
         case ("pyspark.serializers", "_restore", "UnischemaField", _, tuple() as values):
@@ -242,14 +279,13 @@ def _describe_call(name: Any, arguments: Any) -> _PickledObject:
 
 def _check_class(value: Any, module: str, *names: str) -> _PickledObject:
     """Returns the value if it is an object of one of these classes of petastorm or Spark."""
-    found = getattr(value, "name", type(value).__name__)
     if isinstance(value, _PickledObject):
         package, _, rest = value.name.module.rpartition(".")
         own = f"petastorm.{rest}" if package in _FORMER_PACKAGES else value.name.module
         if own == module and value.name.name in names:
             return value
     expected = f"{module}.{names[0]}" if len(names) == 1 else f"a class of {module}"
-    raise ValueError(f"expected {expected}, found {found}")
+    raise ValueError(f"expected {expected}, found {_show_class(value)}")
 
 
 def _build_schema(description: Any) -> Unischema:
@@ -257,20 +293,29 @@ def _build_schema(description: Any) -> Unischema:
     name, fields = state["_name"], state["_fields"]
     if isinstance(fields, _PickledObject):
         _check_class(fields, "collections", OrderedDict.__name__)
-        given = [tuple(pair) for pair in fields.arguments[0]] if fields.arguments else []
+        pairs = fields.arguments[0] if fields.arguments else []
+        given = _as_pairs([value for pair in pairs for value in _as_pair(pair)])
         fields = dict(given + fields.items)
     if not isinstance(name, str):
-        raise TypeError(f"the name of the schema is {name!r}")
+        raise TypeError(f"the name of the schema is {_show_value(name)}")
     return Unischema(name, [_build_field(value) for value in fields.values()])
+
+
+def _as_pair(value: Any) -> tuple[Any, Any]:
+    if not isinstance(value, tuple | list) or len(value) != 2:  # noqa: PLR2004
+        raise TypeError("the pickle has fields that are no pairs of a name and a field")
+    return value[0], value[1]
 
 
 def _build_field(description: Any) -> UnischemaField:
     arguments = _check_class(description, "petastorm.unischema", "UnischemaField").arguments
     name, dtype, shape, codec, nullable = arguments
     if not isinstance(name, str) or not isinstance(nullable, bool | None):
-        raise TypeError(f"a field has the name {name!r} and the nullability {nullable!r}")
+        raise TypeError(
+            f"a field has the name {_show_value(name)} and the nullability {_show_value(nullable)}"
+        )
     if not isinstance(shape, tuple) or not all(isinstance(size, int | None) for size in shape):
-        raise TypeError(f"field {name!r} has the shape {shape!r}")
+        raise TypeError(f"field {_show_value(name)} has the shape {_show_value(shape)}")
     return UnischemaField(
         name, _find_dtype(dtype), shape, codec and _build_codec(codec), bool(nullable)
     )
@@ -278,13 +323,15 @@ def _build_field(description: Any) -> UnischemaField:
 
 def _find_dtype(description: Any) -> Any:
     if isinstance(description, _PickledObject) and str(description.name) == "numpy.dtype":
-        return np.dtype(str(description.arguments[0])).type
+        code = description.arguments[0]
+        if not isinstance(code, str) or len(code) > _MAX_DTYPE_CHARACTERS:
+            raise TypeError(f"a type of NumPy is {_show_value(code)}")
+        return np.dtype(code).type
     if isinstance(description, _PickledName):
         module = description.module.replace("__builtin__", "builtins")
         if (module, description.name) in _DTYPES:
             return _DTYPES[module, description.name]
-    found = getattr(description, "name", type(description).__name__)
-    raise ValueError(f"expected a type of NumPy, found {found}")
+    raise ValueError(f"expected a type of NumPy, found {_show_class(description)}")
 
 
 def _build_codec(description: Any) -> Any:
@@ -296,7 +343,12 @@ def _build_codec(description: Any) -> Any:
             return ScalarCodec(_describe_spark_type(state["_spark_type"]))
         case "CompressedImageCodec":
             image_format, quality = state["_image_codec"], state.get("_quality", 80)
-            return CompressedImageCodec(str(image_format).removeprefix("."), int(quality))
+            if not isinstance(image_format, str) or not isinstance(quality, int):
+                raise TypeError(
+                    f"an image codec has the format {_show_value(image_format)} and the quality "
+                    f"{_show_value(quality)}"
+                )
+            return CompressedImageCodec(image_format.removeprefix("."), quality)
     return _ARRAY_CODECS[made.name.name]()
 
 
@@ -308,6 +360,6 @@ def _describe_spark_type(description: Any) -> SparkTypeDescription:
     nested = {"elementType": options.pop("elementType")} if "elementType" in options else {}
     for name, value in options.items():
         if not isinstance(value, int | str | None):
-            raise TypeError(f"{made.name} has {name} of type {type(value).__name__}")
+            raise TypeError(f"{made.name} has {_show_value(name)} of type {type(value).__name__}")
     nested = {name: _describe_spark_type(value) for name, value in nested.items()}
     return SparkTypeDescription(made.name.name, options | nested)

@@ -210,6 +210,10 @@ class Reader:
             _check_predicate(predicate, read_schema),
             pq.filters_to_expression(filters) if isinstance(filters, list) else filters,
         )
+        if shuffle_row_drop_partitions < 1:
+            raise ValueError(
+                f"shuffle_row_drop_partitions must be 1 or more: {shuffle_row_drop_partitions!r}"
+            )
         self._parts = min(shuffle_row_drop_partitions, max(self._groups.rows, default=1))
         chosen = _choose_shard(
             len(self._groups.rows),
@@ -224,7 +228,7 @@ class Reader:
         self._shuffle_rows, self._shuffle_row_groups = shuffle_rows, shuffle_row_groups
         self._seed, self._generator = seed, np.random.default_rng(seed)
         self._order_entropy = np.random.SeedSequence(seed).entropy
-        self._shuffled_tasks = 0
+        self._epoch = 0
         self._pool: ThreadPoolExecutor | None = None
         self.last_row_consumed = self.stopped = False
         self._results = self._read_results()
@@ -314,6 +318,7 @@ class Reader:
             if self._shuffle_row_groups and (epoch == 0 or self._seed is None):
                 order = self._generator.permutation(len(self._tasks))
                 self._tasks = [self._tasks[index] for index in order]
+            self._epoch += 1  # also after a reset
             yield from self._tasks
 
     def _read_ahead(self) -> Iterator[Any]:
@@ -347,8 +352,8 @@ class Reader:
         """Returns the call that reads a task, and the bytes of memory that its result needs."""
         order_seed = None
         if self._shuffle_rows:
-            self._shuffled_tasks += 1
-            order_seed = [self._order_entropy, self._shuffled_tasks]
+            # The parts of a row group are parts of one order.
+            order_seed = [self._order_entropy, self._epoch, task.row_group]
         fragment = self._groups.fragments[task.row_group]
         size = _MEMORY_BYTES_PER_ENCODED_BYTE * self._groups.encoded_bytes[task.row_group]
         return partial(self._reading.read, fragment, order_seed, task.part, self._parts), size

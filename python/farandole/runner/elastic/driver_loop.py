@@ -215,7 +215,9 @@ class _ElasticJobRun(EventHandler):
         if event.kind == "dismissed":
             who += " leaves:"
         self.output.print_message(f"{who} {event.text}")
-        self.watcher.record_loss(f"{who} is gone", event.text)
+        left_on_request = event.kind == "dismissed"
+        record = self.watcher.add_event if left_on_request else self.watcher.record_loss
+        record(f"{who} is gone", event.text)
         if event.task is not None:
             self.watcher.mark_worker_gone(event.task, "lost" if event.kind == "lost" else "ended")
 

@@ -45,7 +45,7 @@ class JobMetrics(RunReportReceiver):
     """
 
     def __init__(self, run: str, clock: Callable[[], float] = time.time) -> None:
-        self._name, self._clock = run, clock
+        self.name, self._clock = run, clock
         self._lock = threading.Lock()
         self._run: Mapping[str, Any] = {}
         self._ranks: list[dict[str, Any]] = []
@@ -84,7 +84,7 @@ class JobMetrics(RunReportReceiver):
     def _job_samples(
         self, run: Mapping[str, Any], ranks: list[dict[str, Any]]
     ) -> Iterator[MetricSample]:
-        labels = {"run": self._name}
+        labels = {"run": self.name}
         if ranks:
             yield MetricSample("farandole.job.ranks", labels, len(ranks))
             yield MetricSample("farandole.job.worlds", labels, 1 + run.get("restarts", 0))
@@ -93,7 +93,7 @@ class JobMetrics(RunReportReceiver):
             yield MetricSample("farandole.job.row_rate", labels, self._row_rate)
 
     def _rank_samples(self, rank: Mapping[str, Any]) -> Iterator[MetricSample]:
-        labels = {"run": self._name, "rank": str(rank["rank"]), "host": str(rank.get("host"))}
+        labels = {"run": self.name, "rank": str(rank["rank"]), "host": str(rank.get("host"))}
         step = rank.get("step_seconds")
         if _is_number(step) and step > 0:
             yield MetricSample("farandole.step.duration", labels, step)
@@ -118,7 +118,7 @@ class JobMetrics(RunReportReceiver):
                     yield MetricSample(metric, labels, value)
 
     def _host_samples(self, host: str, load: Mapping[str, Any]) -> Iterator[MetricSample]:
-        labels = {"run": self._name, "host": host}
+        labels = {"run": self.name, "host": host}
         for metric, name in (("farandole.host.cpu", "cpu"), ("farandole.host.memory", "memory")):
             if _is_number(value := load.get(name)):
                 yield MetricSample(metric, labels, value)

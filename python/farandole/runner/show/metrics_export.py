@@ -10,13 +10,14 @@ with the last.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import socket
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler
-from socketserver import TCPServer
+from socketserver import TCPServer, ThreadingMixIn
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from farandole import _variables as variables
@@ -39,6 +40,9 @@ _OTLP_PROTOCOL_VARIABLES: Final = (
 _OTLP_PROTOCOL: Final = "http/protobuf"
 _SERVICE_NAME: Final = "farandole"
 _REQUEST_TIMEOUT: Final = 5.0
+"""Seconds for a whole request: a client that sends a byte now and then keeps no connection."""
+_MAX_REQUESTS_AT_A_TIME: Final = 8
+_SHUTDOWN_POLL_SECONDS: Final = 0.1
 """Longest time in seconds that a client may take to send its request."""
 _LAST_EXPORT_TIMEOUT: Final = 10.0
 """Longest time in seconds that the end of the last run waits for the collector."""
@@ -70,16 +74,42 @@ def parse_address(text: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]") or "127.0.0.1", int(port)
 
 
-class _MetricsServer(TCPServer):
-    """Answers one request after the other."""
+class _MetricsServer(ThreadingMixIn, TCPServer):
+    """Answers a few requests at a time; closes further connections."""
 
     allow_reuse_address = True
+    daemon_threads = True
+    block_on_close = False  # the end of a job waits for no client
 
     def __init__(self, address: tuple[str, int], samples: Callable[[], list[MetricSample]]) -> None:
         self.samples = samples
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
+        self._slots = threading.Semaphore(_MAX_REQUESTS_AT_A_TIME)
         super().__init__(address, _MetricsRequest)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Starts the thread of a request, if there are few."""
+        if self._slots.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answers a request, and closes the connection when its time is over."""
+        deadline = threading.Timer(_REQUEST_TIMEOUT, _close_connection, [request])
+        deadline.daemon = True
+        deadline.start()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            deadline.cancel()
+            self._slots.release()
+
+
+def _close_connection(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class _MetricsRequest(BaseHTTPRequestHandler):
@@ -106,6 +136,8 @@ class MetricsExport:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._lifecycle_lock = threading.Lock()
+        """Held while the server starts or ends: a run that begins then finds the port free."""
         self._runs: list[JobMetrics] = []
         self._end_server: Callable[[], None] | None = None
         self._otlp: OtlpExport | None = None
@@ -129,13 +161,14 @@ class MetricsExport:
             MetricsAddressError: The address is wrong.
             OSError: The port is taken.
         """
-        run = JobMetrics(name)
-        with self._lock:
+        with self._lifecycle_lock:
             if address and self._end_server is None:
                 self._end_server = self._start_server(address)
             if uses_otlp and self._otlp is None:
                 self._otlp = start_otlp_export(self.samples)
-            self._runs.append(run)
+            with self._lock:
+                run = JobMetrics(_unused_name(name, {each.name for each in self._runs}))
+                self._runs.append(run)
         try:
             yield run
         finally:
@@ -145,16 +178,17 @@ class MetricsExport:
         # Before the run is removed, so that the collector gets its last values.
         if (otlp := self._otlp) is not None:
             otlp.flush()
-        with self._lock:
-            self._runs.remove(run)
-            if self._runs:
-                return
+        with self._lifecycle_lock:
+            with self._lock:
+                self._runs.remove(run)
+                if self._runs:
+                    return
             end_server, self._end_server = self._end_server, None
             otlp, self._otlp = self._otlp, None
-        if end_server is not None:
-            end_server()
-        if otlp is not None:
-            otlp.close()
+            if end_server is not None:
+                end_server()
+            if otlp is not None:
+                otlp.close()
 
     def _start_server(self, address: str) -> Callable[[], None]:
         host, port = parse_address(address)
@@ -165,7 +199,10 @@ class MetricsExport:
                 error.errno, f"metrics cannot be served on {address}: {error.strerror}"
             ) from error
         thread = threading.Thread(
-            target=server.serve_forever, name="farandole-metrics", daemon=True
+            target=server.serve_forever,
+            args=[_SHUTDOWN_POLL_SECONDS],
+            name="farandole-metrics",
+            daemon=True,
         )
         thread.start()
         shown = f"[{host}]" if ":" in host else host
@@ -180,6 +217,12 @@ class MetricsExport:
             thread.join()
 
         return end
+
+
+def _unused_name(name: str, used: set[str]) -> str:
+    """Returns the name of a run, with a number if another run of this process has it now."""
+    numbered = (f"{name} ({number})" for number in itertools.count(2))
+    return name if name not in used else next(each for each in numbered if each not in used)
 
 
 _EXPORT: Final = MetricsExport()

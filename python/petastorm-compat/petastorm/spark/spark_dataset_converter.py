@@ -307,7 +307,7 @@ def _delete_directory_of_url(url: str) -> None:
     store = Store(url)
     if store.local_path is None:
         store.delete_all()
-    else:
+    elif os.path.lexists(store.local_path):  # another converter of the same rows may be deleted
         shutil.rmtree(store.local_path)
 
 
