@@ -52,7 +52,9 @@ EXECUTED: Final[dict[tuple[str, str], dict[str, set[int]]]] = {
         "tests/parallel/test_guide_pages.py": {0}
     },
     ("docs/user-guide/metrics.md", "sh"): {"tests/launcher/test_run_metrics.py": {0, 1}},
-    ("docs/user-guide/operations.md", "python"): {"tests/parallel/test_guide_pages.py": {0, 1}},
+    ("docs/user-guide/operations.md", "python"): {
+        "tests/parallel/test_guide_pages.py": {0, 1, 2, 3}
+    },
     ("docs/user-guide/preparing-data.md", "python"): {
         "tests/single/test_data_pages.py": {0, 1, 2, 3, 4}
     },
@@ -74,7 +76,10 @@ EXECUTED: Final[dict[tuple[str, str], dict[str, set[int]]]] = {
     ("docs/user-guide/running/requeue.md", "python"): {"tests/launch/test_slurm_requeue.py": {0}},
     ("docs/user-guide/timeline.md", "python"): {"tests/parallel/test_guide_pages.py": {1}},
     ("docs/user-guide/torch.md", "python"): {"tests/launcher/test_script_pages.py": {0}},
-    ("docs/user-guide/transformers.md", "python"): {"tests/launcher/test_transformers.py": {0}},
+    ("docs/user-guide/transformers.md", "python"): {
+        "tests/launcher/test_transformers.py": {0},
+        "tests/spark/test_pages.py": {2},
+    },
     ("docs/user-guide/tuning.md", "python"): {
         "tests/ray/test_tuning_page.py": {0, 1, 2, 3, 4, 5, 6}
     },
