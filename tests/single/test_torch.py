@@ -93,7 +93,7 @@ SIGNATURES = {
     "DistributedOptimizer": (
         "optimizer named_parameters=None compression backward_passes_per_step=1 op=0 "
         "gradient_predivide_factor=1.0 num_groups=0 groups=None sparse_as_dense=False process_set "
-        "gradient_as_bucket_view=False fault_tolerant=False"
+        "gradient_as_bucket_view=False fault_tolerant=False shard_states=False"
     ),
 }
 
