@@ -119,7 +119,7 @@ class Experiment:
         commits = StoredCommits(self.store, "elastic", 1)
         commits.acquire_lease()
         try:
-            commits.start_commit_write(1, lambda: TWO, lambda: None)
+            commits.start_commit_write(1, {}, lambda: TWO, lambda: None)
             error = commits.wait_for_commit_write()
             if error is not None:
                 raise error
