@@ -30,6 +30,7 @@ from farandole.torch._reducer import GradientReducer
 from farandole.torch._sharded_optimizer import (
     _ShardedOptimizer,
     refuse_unsharded_options,
+    require_elementwise_optimizer,  # noqa: F401 - a check of estimators, too
     shard_optimizer,
 )
 from farandole.torch._unwrapped_copies import unwrapped_copy_recipe

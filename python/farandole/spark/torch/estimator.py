@@ -28,7 +28,7 @@ from farandole.spark.torch.saving.persistence import (
     TorchEstimatorParamsWriter,  # noqa: F401
 )
 from farandole.spark.torch.training.averaged_weights import fitted_weights
-from farandole.torch._sharded_optimizer import require_elementwise_optimizer
+from farandole.torch.optimizer import require_elementwise_optimizer
 
 if TYPE_CHECKING:
     import torch
