@@ -102,8 +102,8 @@ impl LinkReceiver for Receiver {
         if self.gate.is_open() { self.inner.window() } else { Ok(&[]) }
     }
 
-    fn check_not_ended(&mut self) -> Result<()> {
-        self.inner.check_not_ended()
+    fn check_not_ended(&mut self, seen_bytes: usize) -> Result<()> {
+        self.inner.check_not_ended(seen_bytes)
     }
 
     fn release(&mut self, bytes: usize) -> Result<()> {

@@ -98,8 +98,8 @@ impl LinkReceiver for CutReceiver {
         self.inner()?.window()
     }
 
-    fn check_not_ended(&mut self) -> Result<()> {
-        self.inner()?.check_not_ended()
+    fn check_not_ended(&mut self, seen_bytes: usize) -> Result<()> {
+        self.inner()?.check_not_ended(seen_bytes)
     }
 
     fn release(&mut self, bytes: usize) -> Result<()> {

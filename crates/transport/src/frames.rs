@@ -208,7 +208,8 @@ impl FrameReceiver {
             let Some((header, rest)) = window.split_first_chunk::<FRAME_HEADER_BYTES>() else {
                 // A part of a header does not mean that the rest will come.
                 if !window.is_empty() {
-                    self.receiver.check_not_ended()?;
+                    let seen_bytes = window.len();
+                    self.receiver.check_not_ended(seen_bytes)?;
                 }
                 return Ok(None);
             };

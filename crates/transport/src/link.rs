@@ -90,11 +90,12 @@ pub trait LinkReceiver: Send {
     /// `PeerLost` when the peer is gone and all bytes that it sent were read.
     fn window(&mut self) -> Result<&[u8]>;
 
-    /// Checks that more bytes may arrive. For a caller that needs more bytes than the window has.
+    /// Checks that bytes may follow the `seen_bytes` of the caller's last window. For a caller that
+    /// needs more than those; bytes that arrived since then are in the next window.
     ///
     /// # Errors
-    /// `PeerLost` when nothing will follow the window.
-    fn check_not_ended(&mut self) -> Result<()>;
+    /// `PeerLost` when the peer is gone and sent no more than `seen_bytes`.
+    fn check_not_ended(&mut self, seen_bytes: usize) -> Result<()>;
 
     /// Releases the first `bytes` of the window.
     ///

@@ -108,20 +108,19 @@ impl RingReceiver {
 impl LinkReceiver for RingReceiver {
     fn window(&mut self) -> Result<&[u8]> {
         if self.used_bytes()? == 0 {
-            self.check_not_ended()?;
+            self.check_not_ended(0)?;
         }
         let peer = &self.peer;
         self.consumer.window().map_err(|error| peer.convert_shm_error(error))
     }
 
-    fn check_not_ended(&mut self) -> Result<()> {
-        let seen = self.used_bytes()?;
+    fn check_not_ended(&mut self, seen_bytes: usize) -> Result<()> {
         let end = self.peer.loss_error().or_else(|| {
             self.consumer.is_producer_closed().then(|| self.peer.loss_error_or(LINK_CLOSED_REASON))
         });
-        // Bytes that were committed before the end may have become visible only now.
+        // The peer may have committed bytes and closed the link since the caller's window.
         match end {
-            Some(error) if self.used_bytes()? == seen => Err(error),
+            Some(error) if self.used_bytes()? <= seen_bytes => Err(error),
             _ => Ok(()),
         }
     }
@@ -147,4 +146,29 @@ impl Drop for RingReceiver {
 fn ring_peer_doorbell(bell: Option<&ProcessDoorbell>, peer: &PeerState) -> Result<()> {
     bell.map_or(Ok(()), ProcessDoorbell::ring_if_parked)
         .map_err(|error| peer.convert_shm_error(error))
+}
+
+#[cfg(test)]
+mod tests {
+    use farandole_world::Rank;
+
+    use crate::loopback::link_pair;
+
+    /// Enough for the sender to commit and close between two loads of the receiver many times.
+    const ROUNDS: usize = 20_000;
+
+    #[test]
+    fn a_byte_that_arrives_with_the_close_is_read_before_the_error() {
+        for round in 0..ROUNDS {
+            let (mut a, mut b) = link_pair(Rank(0), Rank(1), 4096).unwrap();
+            std::thread::scope(|scope| {
+                scope.spawn(move || {
+                    a.sender.window().unwrap()[0] = 7;
+                    a.sender.commit(1).unwrap();
+                });
+                while b.receiver.window().unwrap_or_else(|end| panic!("{round}: {end}")).is_empty() {
+                }
+            });
+        }
+    }
 }

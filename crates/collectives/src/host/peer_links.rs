@@ -221,14 +221,8 @@ pub(super) fn whole_unit_bytes(link: &mut Link) -> Result<usize> {
     if bytes == 0 || bytes >= UNIT_BYTES {
         return Ok(bytes / UNIT_BYTES * UNIT_BYTES);
     }
-    match link.receiver.check_not_ended() {
-        Ok(()) => Ok(0),
-        // The rest of the unit may have arrived together with the end.
-        Err(end) => match link.receiver.window()?.len() / UNIT_BYTES * UNIT_BYTES {
-            0 => Err(end.into()),
-            bytes => Ok(bytes),
-        },
-    }
+    link.receiver.check_not_ended(bytes)?;
+    Ok(0)
 }
 
 /// Most members for which the list of inputs is on the stack.

@@ -370,7 +370,7 @@ impl LinkReceiver for SimulatedLinkEnd {
         Ok(&self.zeros[..usize::try_from(arrived).unwrap_or(longest).min(longest)])
     }
 
-    fn check_not_ended(&mut self) -> TransportResult<()> {
+    fn check_not_ended(&mut self, _seen_bytes: usize) -> TransportResult<()> {
         Ok(())
     }
 

@@ -178,7 +178,7 @@ impl LinkReceiver for ModeledLinkReceiver {
         Ok(&self.window[self.released..])
     }
 
-    fn check_not_ended(&mut self) -> TransportResult<()> {
+    fn check_not_ended(&mut self, _seen_bytes: usize) -> TransportResult<()> {
         Ok(())
     }
 

@@ -361,8 +361,8 @@ impl LinkReceiver for OnDemandReceiver {
         }
     }
 
-    fn check_not_ended(&mut self) -> Result<()> {
-        self.half_if_open()?.map_or(Ok(()), |open| open.check_not_ended())
+    fn check_not_ended(&mut self, seen_bytes: usize) -> Result<()> {
+        self.half_if_open()?.map_or(Ok(()), |open| open.check_not_ended(seen_bytes))
     }
 
     fn release(&mut self, bytes: usize) -> Result<()> {

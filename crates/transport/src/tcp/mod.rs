@@ -344,6 +344,19 @@ struct TcpReceiver {
 }
 
 impl TcpReceiver {
+    /// Returns the error of the link if no more bytes will come, apart from those in the sockets.
+    fn end_error(&self) -> Option<Error> {
+        let peer = &self.connection.peer;
+        // Only the connection of the next byte counts: the others may end first and still have
+        // bytes here.
+        let next = self.stripes.connection_at(self.stripes.completed_position());
+        let ended = || self.ended.get(next).and_then(Option::as_ref);
+        match self.broken.as_ref().or_else(ended) {
+            Some(reason) => Some(peer.loss_error_or(reason)),
+            None => peer.loss_error(),
+        }
+    }
+
     fn pump_incoming(&mut self) -> Result<()> {
         // Bytes behind a gap, and parts of a record, are at their positions and must not move.
         if !self.stripes.has_gaps()
@@ -393,23 +406,16 @@ impl LinkReceiver for TcpReceiver {
         self.connection.pump_if_unsent();
         self.pump_incoming()?;
         if self.incoming.used_bytes()? == 0 {
-            self.check_not_ended()?;
+            self.check_not_ended(0)?;
         }
         Ok(self.incoming.window()?)
     }
 
-    fn check_not_ended(&mut self) -> Result<()> {
-        let peer = &self.connection.peer;
-        if let Some(reason) = &self.broken {
-            return Err(peer.loss_error_or(reason));
-        }
-        // Only the connection of the next byte counts: the others may end first and still have
-        // bytes here.
-        let next = self.stripes.connection_at(self.stripes.completed_position());
-        if let Some(reason) = self.ended.get(next).and_then(Option::as_deref) {
-            return Err(peer.loss_error_or(reason));
-        }
-        peer.loss_error().map_or(Ok(()), Err)
+    fn check_not_ended(&mut self, seen_bytes: usize) -> Result<()> {
+        let Some(error) = self.end_error() else { return Ok(()) };
+        // The peer may have sent bytes and closed the link since the caller's window.
+        self.pump_incoming()?;
+        if self.incoming.used_bytes()? > seen_bytes { Ok(()) } else { Err(error) }
     }
 
     fn release(&mut self, bytes: usize) -> Result<()> {

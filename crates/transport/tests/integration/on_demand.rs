@@ -81,7 +81,7 @@ fn a_link_is_open_when_both_ends_have_asked_whoever_comes_first() {
         // Asked for by one side alone: nothing to read, nothing lost.
         for _ in 0..100 {
             assert_eq!(early.receiver.window().unwrap(), []);
-            early.receiver.check_not_ended().unwrap();
+            early.receiver.check_not_ended(0).unwrap();
             thread::sleep(Duration::from_micros(100));
         }
         thread::scope(|scope| {

@@ -504,16 +504,9 @@ pub(super) fn arrived_bytes(
     let left = message.remaining_bytes();
     let whole = |bytes: usize| if bytes >= left { left } else { bytes / unit * unit };
     let window = link.receiver.window()?.len();
-    let mut wire = whole(window);
-    if wire == 0
-        && window > 0
-        && let Err(end) = link.receiver.check_not_ended()
-    {
-        // The rest may have arrived together with the end.
-        wire = whole(link.receiver.window()?.len());
-        if wire == 0 {
-            return Err(end.into());
-        }
+    let wire = whole(window);
+    if wire == 0 && window > 0 {
+        link.receiver.check_not_ended(window)?;
     }
     Ok((message.unpadded_bytes_of(wire), wire))
 }

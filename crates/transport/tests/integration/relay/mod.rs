@@ -110,7 +110,7 @@ fn receive(link: &mut Link, told: &str) -> (usize, Error) {
         );
         let bytes = window.len();
         seen += bytes;
-        let released = link.receiver.release(bytes).and_then(|()| link.receiver.check_not_ended());
+        let released = link.receiver.release(bytes).and_then(|()| link.receiver.check_not_ended(0));
         if let (Err(error), Ok([])) = (released, link.receiver.window()) {
             return (seen, error);
         }
@@ -221,7 +221,7 @@ fn a_link_that_is_cut_off_between_two_records_did_not_end_in_order() {
     pair.proxy.await_harm();
     let limit = Instant::now() + TEST_WAIT_LIMIT;
     let error = loop {
-        match zero.receiver.check_not_ended() {
+        match zero.receiver.check_not_ended(1000) {
             Ok(()) => {
                 assert!(zero.receiver.window().unwrap().len() <= 1000 && Instant::now() < limit)
             }
