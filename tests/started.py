@@ -40,6 +40,8 @@ PLAIN: Final = (
     "MASTER_ADDR",
     "MASTER_PORT",
     "MPI_LOCALNRANKS",
+    # Ranks share a pipe, and an unbuffered print writes a line in parts.
+    "PYTHONUNBUFFERED",
 )
 PAGE: Final = Path(__file__).parents[1] / "docs" / "user-guide" / "running" / "other-launchers.md"
 SUM: Final = """

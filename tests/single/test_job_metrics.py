@@ -352,6 +352,7 @@ def test_runs_of_one_name_have_different_labels():
         assert again.name == "trial"
 
 
+@pytest.mark.timing
 def test_a_client_that_sends_slowly_keeps_no_run_from_its_end(capsys):
     export = metrics_export.MetricsExport()
     with export.export_run("slow", "0", uses_otlp=False):
