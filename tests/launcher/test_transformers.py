@@ -4,11 +4,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
 from tests.programs import program_path
 from tests.started import blocks
 
@@ -82,3 +84,31 @@ def test_a_trainer_trains_an_adapter_of_peft(launch: Callable[..., Launch], tmp_
     for rank in range(2):
         wanted = f"rank {rank}: adapter changed True, base changed False, equal True"
         assert wanted in run.out.read_text()
+
+
+def test_the_run_viewer_gets_the_curves_of_a_trainer(
+    launch: Callable[..., Launch], tmp_path: Path
+) -> None:
+    program, store = program_path(__file__, "trainer_with_progress"), tmp_path / "store"
+    line = ("-np", 2, "--ui-store", store, sys.executable, program, str(tmp_path / "out"))
+    run = launch(*line, env=NO_GPU)
+    assert run.wait() == 0, run.err.read_text()
+    said = re.search(r"losses (\[.*\]) evaluated (\[.*\])", run.out.read_text())
+    assert said is not None
+    losses, evaluated = (json.loads(numbers) for numbers in said.groups())
+    ((logs),) = store.glob("runs/*/logs")
+    steps = [json.loads(line) for line in (logs / "steps.jsonl").read_text().splitlines()]
+    # The viewer keeps at most one step of a second.
+    assert steps[0]["epoch"] in (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
+    assert {step["loss"] for step in steps} <= set(losses)
+    assert all(step["rows_per_second"] > 0 for step in steps)
+    epochs = [json.loads(line) for line in (logs / "history.jsonl").read_text().splitlines()]
+    assert [entry["epoch"] for entry in epochs] == [0, 1]
+    means = [sum(losses[:4]) / 4, sum(losses[4:]) / 2]
+    assert [entry["train"]["loss"] for entry in epochs] == pytest.approx(means, rel=1e-9)
+    assert [entry["validation"]["loss"] for entry in epochs] == evaluated
+    assert {"grad_norm"} in [set(metric) for metric in epochs[0]["train"]["all_metrics"]]
+    (record,) = (json.loads(path.read_text()) for path in store.glob("runs/*/_record.json"))
+    assert (record["state"], record["done"]) == ("ended", 2)
+    assert len(record["ranks"]) == 2
+    assert "checkpoint noted: True" in run.out.read_text()

@@ -42,9 +42,10 @@ from farandole.common.exceptions import FarandoleUsageError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from farandole.transformers.progress import ReportProgress
     from farandole.transformers.trainer import Trainer
 
-__all__ = ["Trainer", "register"]
+__all__ = ["ReportProgress", "Trainer", "register"]
 
 _BACKEND = "farandole"
 
@@ -127,12 +128,16 @@ def _check_process_count(count: int) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Imports transformers when `Trainer` is first used: Accelerate works without it."""
-    if name != "Trainer":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from farandole.transformers.trainer import Trainer  # noqa: PLC0415 - see above
+    """Imports transformers when its classes are first used: Accelerate works without it."""
+    if name == "Trainer":
+        from farandole.transformers.trainer import Trainer  # noqa: PLC0415 - see above
 
-    return Trainer
+        return Trainer
+    if name == "ReportProgress":
+        from farandole.transformers.progress import ReportProgress  # noqa: PLC0415 - as above
+
+        return ReportProgress
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 register()

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from farandole.common.counted_noun import format_counted_noun
 from farandole.data import ParquetLoader
+from farandole.transformers.progress import ReportProgress
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -101,6 +102,8 @@ class Trainer(transformers.Trainer):
     model's arguments as columns. A training that is resumed from a checkpoint goes on with the next
     batch and reads no earlier one. `data_collator` does not see these batches.
 
+    The driver of the job gets losses, metrics and checkpoints: see `ReportProgress`.
+
     Raises:
         ValueError: The loader was made for other ranks or another batch size, or its last batch
             differs between ranks.
@@ -108,6 +111,7 @@ class Trainer(transformers.Trainer):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.add_callback(ReportProgress())
         self._loader_batches: LoaderBatches | None = None
         if isinstance(self.train_dataset, ParquetLoader):
             # The ranks are known now, also for a loader from a pickle.
