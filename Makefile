@@ -58,7 +58,7 @@ test-launch: bytecode packages .tools/kubeflow-trainer/ready
 # The schemas of Kubeflow Trainer, from its Go module.
 .tools/kubeflow-trainer/ready: Makefile
 	mkdir -p $(@D)
-	cp `go mod download -json github.com/kubeflow/trainer/v2@v2.0.0 | sed -n 's/.*"Dir": "\(.*\)".*/\1/p'`/manifests/base/crds/trainer.kubeflow.org_*.yaml $(@D)
+	cp `go mod download -json github.com/kubeflow/trainer/v2@v2.2.0 | sed -n 's/.*"Dir": "\(.*\)".*/\1/p'`/manifests/base/crds/trainer.kubeflow.org_*.yaml $(@D)
 	chmod u+w $(@D)/*.yaml
 	touch $@
 

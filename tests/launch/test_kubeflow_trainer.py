@@ -17,6 +17,8 @@ from tests.launch.conftest import WORLD, printed_json
 from tests.launch.test_elastic import TRAIN, finish, members, pids
 from tests.pages import ROOT, blocks_of
 
+from farandole.runner.show.train_job_status import TrainJobProgress
+
 pytestmark = pytest.mark.slow
 
 BLOCKS: Final = blocks_of("docs/user-guide/running/kubeflow-trainer.md")
@@ -64,6 +66,20 @@ def test_a_manifest_of_the_page_fits_the_operators_schema(manifest: dict[str, An
     wrong["spec"]["unknownField"] = 1
     with pytest.raises(jsonschema.ValidationError, match="unknownField"):
         jsonschema.validate(wrong, schema)
+
+
+def test_a_status_that_the_launcher_sends_fits_the_operators_schema() -> None:
+    progress = TrainJobProgress()
+    progress.take_row("run", {"state": "running", "size": 2, "restarts": 0})
+    for step in (1, 2):
+        row = {"epoch": 0, "epochs": 2, "step": step, "steps": 4, "loss": 1 / step}
+        progress.take_row("step", row)
+    status = progress.status()
+    assert {"progressPercentage", "estimatedRemainingSeconds", "metrics"} < set(status)
+    schema = schema_of("TrainJob")["properties"]["status"]
+    jsonschema.validate({"trainerStatus": status}, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"trainerStatus": {**status, "progressPercentage": 101}}, schema)
 
 
 def node_pods(job: dict[str, Any]) -> list[str]:

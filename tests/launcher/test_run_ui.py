@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 import pytest
 from tests.programs import program_text
+from tests.train_job_operator import Operator, check_operators_rules
 
 import farandole
 
@@ -119,3 +121,18 @@ def test_an_elastic_function_has_one(tmp_path):
     assert (told["state"], told["size"], told["restarts"]) == ("ended", 2, 0)
     assert [rank["rank"] for rank in told["ranks"]] == [0, 1]
     assert all(rank["pid"] for rank in told["ranks"])
+
+
+def test_a_launcher_in_a_pod_reports_the_status_of_its_job(tmp_path, monkeypatch):
+    operator = Operator(tmp_path)
+    with contextlib.closing(operator):
+        for name, value in operator.variables().items():
+            monkeypatch.setenv(name, value)
+        done = ran(tmp_path)
+    assert done.returncode == 0, done.stderr
+    for status in operator.statuses:
+        check_operators_rules(status)
+    assert operator.statuses[-1]["progressPercentage"] == 100
+    metrics = {metric["name"]: metric["value"] for metric in operator.statuses[-1]["metrics"]}
+    assert (metrics["ranks"], metrics["loss"]) == ("2", "0.333333")
+    assert not (tmp_path / "farandole-runs").exists()

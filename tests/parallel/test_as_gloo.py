@@ -112,3 +112,11 @@ def test_the_command_refuses_a_torch_that_calls_no_plugins():
     ended = run(command, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
     assert ended.status != 0
     assert "unset TORCH_DEVICE_BACKEND_AUTOLOAD" in ended.err
+
+
+def test_a_model_that_transformers_splits_generates_what_the_whole_one_does(tmp_path):
+    program = str(program_path(__file__, "generate_in_parts"))
+    ended = run([*TORCHRUN, program, str(tmp_path)], {"FARANDOLE_AS_GLOO": "1"})
+    assert ended.status == 0, ended.err
+    for rank in range(2):
+        assert f"rank {rank}: 64 of 128 rows, gloo, engine FarandoleGroup" in ended.out

@@ -33,6 +33,10 @@ const SELF_REPORTING_VARIABLE: &str = "FARANDOLE_SPARK_TOLD";
 const OTLP_ENDPOINT_VARIABLES: [&str; 2] =
     ["OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"];
 
+/// Variable of Kubeflow's operator for the address that takes the status of a job; the same in
+/// `farandole.runner.show.train_job_status`.
+const TRAIN_JOB_STATUS_VARIABLE: &str = "KUBEFLOW_TRAINER_SERVER_URL";
+
 /// Variable of workers whose launcher requeues its batch job.
 const REQUEUE_VARIABLE: &str = "FARANDOLE_REQUEUE";
 
@@ -446,10 +450,14 @@ fn unset_launcher_variables() -> impl Iterator<Item = (String, Option<String>)> 
         .flat_map(|prefix| ["JOURNAL", "METRICS"].map(|name| (format!("{prefix}{name}"), None)))
 }
 
-/// Returns whether the metrics of the job are served, or sent to a collector of OpenTelemetry.
+/// Returns whether the metrics of the job are served, or sent to a collector of OpenTelemetry or to
+/// the operator of Kubeflow.
 fn exports_metrics(config: &Config) -> bool {
     !config.metrics.is_empty()
-        || OTLP_ENDPOINT_VARIABLES.iter().any(|name| environment_variable(name).is_some())
+        || OTLP_ENDPOINT_VARIABLES
+            .iter()
+            .chain([&TRAIN_JOB_STATUS_VARIABLE])
+            .any(|name| environment_variable(name).is_some())
 }
 
 /// Returns the given knobs that workers must know, as variables.

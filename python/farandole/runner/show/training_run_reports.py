@@ -21,6 +21,7 @@ from farandole.runner import timelines
 from farandole.runner.job_observer import REPORTS_VARIABLE, JobObserver
 from farandole.runner.show.history import flatten_history_entry
 from farandole.runner.show.metrics_export import export_run_metrics
+from farandole.runner.show.train_job_status import report_train_job
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -358,11 +359,12 @@ def report_run(
     if outer is not None:
         yield outer
         return
-    with export_run_metrics(name or kind, metrics_address) as metrics:
-        if all(one is None for one in (shim, metrics, *others)):
+    with export_run_metrics(name or kind, metrics_address) as metrics, report_train_job() as status:
+        others = (metrics, status, *others)
+        if all(one is None for one in (shim, *others)):
             yield SILENT_RUN
             return
-        run = TrainingRun(shim, name, kind, parameters, (metrics, *others))
+        run = TrainingRun(shim, name, kind, parameters, others)
         timelines.on_trace_written(run.publish_timeline)
         token = _CURRENT_RUN.set(run)
         try:
