@@ -165,7 +165,7 @@ def test_no_message_has_the_text_of_a_value_that_grows(arguments):
     with pytest.raises(pickle.UnpicklingError) as caught:
         read_pickled_schema(data, "file")
     assert len(str(caught.value)) < 500
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
 
 
 def test_a_name_that_is_no_string_is_refused_before_it_is_hashed():
