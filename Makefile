@@ -279,12 +279,13 @@ lint: $(VENV)/.packages .tools/bin/vale
 gpu-check: install
 	$(BIN)/python bench/gpu_check.py
 
-bench: install
+bench: install .tools/petastorm/ready
 	$(BIN)/python bench/allreduce.py
 	$(BIN)/python bench/training.py
 	$(BIN)/python bench/tensorflow_training.py
 	$(BIN)/python bench/failures.py
 	$(BIN)/python bench/data.py
+	$(BIN)/python bench/next_to_petastorm.py
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps torchvision # next to which images are decoded
 	$(BIN)/python bench/images.py
 	$(BIN)/python bench/spark_run.py

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A Spark cluster on several hosts whose network is cut: the driver from its executors, and one
-executor from all.
+"""A Spark cluster on several hosts. A model of Keras trains on two of them. The network is cut: the
+driver from its executors, and one executor from all.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -15,7 +16,7 @@ from pathlib import Path
 import pyspark
 import pytest
 from tests.launch.namespace_cluster import JOB, SUBNET, readable, until
-from tests.programs import program_text
+from tests.programs import program_path, program_text
 from tests.sockets import listening
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -30,10 +31,8 @@ CLASS = Path(pyspark.__path__[0]) / "bin" / "spark-class"
 DRIVER = program_text(__file__, "sum_on_two_executors")
 
 
-def start_spark_job(cluster, start_timeout=60.0, **env):
-    """A driver whose two ranks work on two hosts; the variables are those of the driver and its
-    executors.
-    """
+def start_spark_cluster(cluster, **env):
+    """Starts a master and two workers, and returns the variables that a driver needs, too."""
     # By itself, Spark's master gives up silent workers after 60 s, also while the host that it
     # shares sleeps.
     env |= {"SPARK_MASTER_OPTS": "-Dspark.worker.timeout=240"}
@@ -73,8 +72,16 @@ def start_spark_job(cluster, start_timeout=60.0, **env):
         cluster[name].start(
             CLASS, "org.apache.spark.deploy.worker.Worker", *own, "spark://head:7077", **env
         )
+    return env
+
+
+def start_spark_job(cluster, start_timeout=60.0, **env):
+    """A driver whose two ranks work on two hosts; the variables are those of the driver and its
+    executors.
+    """
+    env = start_spark_cluster(cluster, **env)
     cluster.write("driver.py", DRIVER)
-    driver = head.start(sys.executable, "driver.py", str(start_timeout), **env)
+    driver = cluster["head"].start(sys.executable, "driver.py", str(start_timeout), **env)
 
     def works():
         told = ((cluster[name].root / "run/job/rank").exists() for name in ("h1", "h2"))
@@ -89,6 +96,20 @@ def alive(host):
     """Returns whether the rank of a host still exists."""
     process, _ = host.read("rank").split()
     return host.run("test", "-d", f"/proc/{process}").returncode == 0
+
+
+def test_a_model_of_keras_trains_on_two_hosts(hosts, tmp_path):
+    cluster = hosts("h1", "h2")
+    env = start_spark_cluster(cluster, KERAS_BACKEND="torch")
+    program = program_path(__file__, "fit_keras_on_two_hosts")
+    driver = cluster["head"].start(sys.executable, program, tmp_path, **env)
+    assert driver.wait(STARTS) == 0, driver.output
+    ranks = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("rank-*"))]
+    assert sorted(rank["host"] for rank in ranks) == ["h1", "h2"]
+    assert all(rank["size"] == 2 for rank in ranks)
+    first, second = (rank["weights"] for rank in ranks)
+    assert first == second
+    assert first == pytest.approx([2.0, -3.0, 0.5], abs=0.05)
 
 
 @pytest.mark.parametrize(("seconds", "peer_timeout"), [(3.0, PEER_TIMEOUT), (12.0, 30.0)])

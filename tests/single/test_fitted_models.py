@@ -147,6 +147,20 @@ def test_the_parameters_of_horovods_models_can_be_set(kind):
     assert model.copy({model._metadata: {}, model.optimizer: "other"}).getOptimizer() == "other"
 
 
+def test_the_parameters_of_horovods_keras_model_can_be_set():
+    from farandole.spark.keras import KerasModel
+
+    model = KerasModel(label_columns=["y"], _metadata={"y": {"shape": ()}}, _floatx="float64")
+    assert isinstance(model, HasOutputCols)
+    assert model.copy({model.outputCols: ["z"]}).getOutputCols() == ["z"]
+    assert model.getOutputCols() == ["y__output"]
+    assert model._get_metadata() == {"y": {"shape": ()}}
+    assert model._get_floatx() == "float64"
+    changed = model.copy({model._floatx: "float32", model._metadata: {}})
+    assert changed._get_floatx() == "float32"
+    assert changed._get_metadata() == {}
+
+
 def test_a_description_of_columns_is_the_same_after_it_was_written():
     columns = [PreparedColumn(kind, kind, ()) for kind in KINDS]
     described = column_metadata([*columns, PreparedColumn("list", "float32", (3, 2))])

@@ -30,10 +30,15 @@ def runner():
 
 def add_ranks(base, scale=1):
     """A training function as in a notebook: it imports what it needs."""
+    import horovod
     import horovod.torch as hvd
     import torch
     from sparkdl.horovod import log_to_driver
 
+    assert horovod.__version__ == "0.28.1"
+    assert hvd.gloo_built()
+    assert hvd.gloo_enabled()
+    assert not hvd.mpi_enabled()
     hvd.init()
     print(f"line of rank {hvd.rank()}")
     total = hvd.allreduce(torch.tensor([float(hvd.rank() + 1)]), op=hvd.Sum).item()

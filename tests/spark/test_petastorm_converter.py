@@ -92,6 +92,10 @@ def test_a_directory_of_parquet_is_converted_without_writing(cache, frame, tmp_p
     converter = make_spark_converter((tmp_path / "rows").as_uri())
     assert len(converter) == ROWS
     assert not list(cache.iterdir())
+    converters._delete_at_exit(converter.cache_dir_url, os.getpid())
+    assert (tmp_path / "rows").exists()
+    converter.delete()  # petastorm deletes it, too, and the page says so
+    assert not (tmp_path / "rows").exists()
 
 
 @pytest.mark.parametrize(

@@ -143,13 +143,20 @@ def printed(facts):
 
 HOOK_MODULES = {
     "horovod.spark.common.estimator": ("HorovodEstimator", "HorovodModel"),
-    "horovod.spark.common.params": ("ModelParams",),
+    "horovod.spark.common.params": ("EstimatorParams", "ModelParams"),
     "horovod.spark.torch.estimator": ("TorchEstimator", "TorchModel"),
     "horovod.spark.keras.estimator": ("KerasEstimator", "KerasModel"),
     "horovod.spark.lightning.estimator": ("TorchEstimator", "TorchModel"),
-    "horovod.spark.common.backend": ("Backend",),
-    "horovod.spark.common.store": ("Store", "AbstractFilesystemStore", "FilesystemStore"),
+    "horovod.spark.common.backend": ("Backend", "SparkBackend"),
+    "horovod.spark.common.store": (
+        "Store", "AbstractFilesystemStore", "FilesystemStore", "DBFSLocalStore", "HDFSStore",
+    ),
     "horovod.common.elastic": ("State", "ObjectState"),
+    "horovod.torch.elastic.state": (
+        "TorchState", "StateHandler", "ModelStateHandler", "OptimizerStateHandler",
+        "SamplerStateHandler",
+    ),
+    "horovod.tensorflow.elastic": ("TensorFlowKerasState", "TensorFlowState"),
     "horovod._keras.callbacks": (
         "BroadcastGlobalVariablesCallbackImpl", "MetricAverageCallbackImpl",
         "LearningRateScheduleCallbackImpl", "LearningRateWarmupCallbackImpl",

@@ -4,7 +4,8 @@
 
 `hooks.json` lists them, from Horovod's sources. Each is either called, in a row of `CALLED`, which
 says when and with which arguments, or it has a reason in `NOT_CALLED`. The rows of a class are in
-the order of the first calls. `test_hooks.py` compares them with the calls of recorded subclasses.
+the order of the first calls. `test_hooks.py` compares them with the calls of recorded subclasses,
+which override the methods of `NOT_CALLED`, too.
 """
 
 FITS = ("fit", "fit_on_parquet")
@@ -41,6 +42,10 @@ OPTIMIZER = {
     "getOptimizer": called(by="getOptimizer"),
     "_get_optimizer": called(by="getOptimizer"),
 }
+BACKEND = {
+    "num_processes": called(by=FITS),
+    "run": called("fn", "args", "kwargs", "env", by=FITS),
+}
 STORE = {
     "saving_runs": called(by=FITS),
     "get_train_data_path": called("idx", by=FITS),
@@ -57,6 +62,8 @@ STORE = {
     "get_checkpoint_filename": called(by=FITS),
     "exists": called("path", by=FITS),
 }
+DBFS_STORE = {name: STORE[name] for name in ("get_full_path", "get_checkpoint_filename", "exists")}
+HDFS_STORE = {"get_full_path": called("path", by="get_data_metadata_path")}
 RUN = "elastic.run"
 STATE = {
     "register_reset_callbacks": called("callbacks", by="the script"),
@@ -69,6 +76,12 @@ STATE = {
     "reset": called(by="on_reset"),
     "on_hosts_updated": called("timestamp", "update_res", by="check_host_updates"),
 }
+SPREAD = {
+    "sync": called(by=RUN),
+    "save": called(by="commit"),
+    "restore": called(by=RUN),
+}
+HANDLER = {"set_value": called("value", by="the script"), **SPREAD}
 BATCH_END = called("batch", "logs", by="Keras")
 EPOCH_END = called("epoch", "logs", by="Keras")
 TRAIN_BEGIN = called("logs", by="Keras")
@@ -103,6 +116,9 @@ CALLBACKS = {
     "UpdateEpochStateCallback": {"on_train_begin": TRAIN_BEGIN, "on_epoch_end": EPOCH_END},
 }
 CALLED = {
+    "horovod.spark.common.params: EstimatorParams": {
+        name: FIT[name] for name in ("getOptimizer", "_check_params")
+    },
     "horovod.spark.common.estimator: HorovodEstimator": FIT,
     "horovod.spark.torch.estimator: TorchEstimator": FIT,
     "horovod.spark.lightning.estimator: TorchEstimator": FIT,
@@ -115,15 +131,22 @@ CALLED = {
         **OPTIMIZER,
     },
     "horovod.spark.keras.estimator: KerasModel": TRANSFORM,
-    "horovod.spark.common.backend: Backend": {
-        "num_processes": called(by=FITS),
-        "run": called("fn", "args", "kwargs", "env", by=FITS),
-    },
+    "horovod.spark.common.backend: Backend": BACKEND,
+    "horovod.spark.common.backend: SparkBackend": BACKEND,
     "horovod.spark.common.store: Store": STORE,
     "horovod.spark.common.store: AbstractFilesystemStore": STORE,
     "horovod.spark.common.store: FilesystemStore": STORE,
+    "horovod.spark.common.store: DBFSLocalStore": DBFS_STORE,
+    "horovod.spark.common.store: HDFSStore": HDFS_STORE,
     "horovod.common.elastic: State": STATE,
     "horovod.common.elastic: ObjectState": STATE,
+    "horovod.torch.elastic.state: TorchState": STATE,
+    "horovod.torch.elastic.state: StateHandler": HANDLER,
+    "horovod.torch.elastic.state: ModelStateHandler": HANDLER,
+    "horovod.torch.elastic.state: OptimizerStateHandler": SPREAD,
+    "horovod.torch.elastic.state: SamplerStateHandler": SPREAD,
+    "horovod.tensorflow.elastic: TensorFlowState": STATE,
+    "horovod.tensorflow.elastic: TensorFlowKerasState": STATE,
     **{
         f"horovod._keras.{'elastic' if 'State' in name else 'callbacks'}: {name}Impl": rows
         for name, rows in CALLBACKS.items()
@@ -169,6 +192,12 @@ NOT_CALLED = {
         horovod.spark.common.store: FilesystemStore.get_full_path_fn
         horovod.spark.common.store: FilesystemStore.copy
         horovod.spark.common.store: FilesystemStore.get_filesystem
+        horovod.spark.common.store: DBFSLocalStore.get_localized_path
+        horovod.spark.common.store: DBFSLocalStore.read_serialized_keras_model
+        horovod.spark.common.store: HDFSStore.get_localized_path
+        horovod.spark.common.store: HDFSStore.get_full_path_fn
+        horovod.spark.common.store: HDFSStore.sync_fn
+        horovod.spark.common.store: HDFSStore.parse_url
     """,
     "An inner part of Horovod's class, whose work has another form here.": """
         horovod.spark.common.store: Store._remote_attrs
@@ -176,13 +205,29 @@ NOT_CALLED = {
         horovod.spark.common.store: AbstractFilesystemStore._get_path
         horovod.spark.common.store: AbstractFilesystemStore.read_serialized_keras_model
         horovod.spark.common.store: FilesystemStore._get_fs_and_protocol
+        horovod.spark.common.store: HDFSStore._check_url
+        horovod.spark.common.store: HDFSStore._get_filesystem_fn
         horovod.common.elastic: ObjectState._set_attrs
+        horovod.tensorflow.elastic: TensorFlowKerasState._save_model
+        horovod.tensorflow.elastic: TensorFlowKerasState._load_model
+        horovod.tensorflow.elastic: TensorFlowState._save_model
+        horovod.tensorflow.elastic: TensorFlowState._load_model
+        horovod.tensorflow.elastic: TensorFlowState._eval_var
+        horovod.tensorflow.elastic: TensorFlowState._to_numpy
+        horovod.tensorflow.elastic: TensorFlowState._load_var
+        horovod.tensorflow.elastic: TensorFlowState._assign_var
         horovod._keras.callbacks: MetricAverageCallbackImpl._average_metrics_in_place
         horovod._keras.callbacks: MetricAverageCallbackImpl._make_variable
         horovod._keras.callbacks: LearningRateScheduleCallbackImpl._autodetect_steps_per_epoch
         horovod._keras.callbacks: LearningRateScheduleCallbackImpl._restore_momentum_if_needed
     """,
 }
+
+
+def uncalled_methods(*kinds):
+    """Names of the methods of these classes that are not called."""
+    found = (entry.rpartition(".") for entry in uncalled())
+    return sorted({method for kind, _, method in found if kind in kinds})
 
 
 def uncalled():

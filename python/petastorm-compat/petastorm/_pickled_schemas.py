@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import pickle
 import pickletools
+import re
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -33,27 +34,10 @@ if TYPE_CHECKING:
 
 _FORMER_PACKAGES = ("av.experimental.deepdrive.dataset_toolkit", "av.ml.dataset_toolkit")
 """Names of petastorm before it was published."""
-_LITERALS = [
-    "INT",
-    "BININT",
-    "BININT1",
-    "BININT2",
-    "LONG",
-    "LONG1",
-    "LONG4",
-    "FLOAT",
-    "BINFLOAT",
-    "UNICODE",
-    "SHORT_BINUNICODE",
-    "BINUNICODE",
-    "BINUNICODE8",
-    "STRING",
-    "BINSTRING",
-    "SHORT_BINSTRING",
-    "BINBYTES",
-    "SHORT_BINBYTES",
-    "BINBYTES8",
-]
+_LITERALS = re.compile(
+    r"(BIN)?INT[12]?|LONG[14]?|(BIN)?FLOAT|(SHORT_)?(BIN)?(UNICODE|STRING|BYTES)8?"
+)
+"""Opcodes whose argument is the value."""
 _CONSTANTS: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 _DTYPES: dict[tuple[str, str], Any] = {
     **{
@@ -145,7 +129,7 @@ def _describe_pickle(data: bytes) -> Any:
     for opcode, argument, _ in pickletools.genops(data):
         if opcode.name == "STOP":
             return machine.pop()
-        if opcode.name in _LITERALS:
+        if _LITERALS.fullmatch(opcode.name):
             machine.stack.append(argument)
         elif opcode.name in _CONSTANTS:
             machine.stack.append(_CONSTANTS[opcode.name])

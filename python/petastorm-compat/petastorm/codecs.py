@@ -87,7 +87,14 @@ class DataframeColumnCodec(ABC):
 
 
 class _BinaryCodec(DataframeColumnCodec):
-    """A codec of arrays as bytes."""
+    """A codec of arrays as bytes of a file."""
+
+    def encode(self, unischema_field: UnischemaField, value: Any) -> bytearray:
+        """Returns the bytes of an array."""
+        _check_array(unischema_field, value)
+        file = io.BytesIO()
+        self._write_array(file, value)
+        return bytearray(file.getbuffer())
 
     def spark_dtype(self) -> Any:
         """Returns Spark's type of bytes."""
@@ -95,16 +102,16 @@ class _BinaryCodec(DataframeColumnCodec):
 
         return types.BinaryType()
 
+    @abstractmethod
+    def _write_array(self, file: io.BytesIO, array: Any) -> None:
+        """Writes an array, whose type and shape were checked."""
+
 
 class NdarrayCodec(_BinaryCodec):
     """Arrays of any shape as files of `numpy.save`."""
 
-    def encode(self, unischema_field: UnischemaField, value: Any) -> bytearray:
-        """Returns the bytes of an array."""
-        _check_array(unischema_field, value)
-        file = io.BytesIO()
-        np.save(file, value, allow_pickle=False)
-        return bytearray(file.getbuffer())
+    def _write_array(self, file: io.BytesIO, array: Any) -> None:
+        np.save(file, array, allow_pickle=False)
 
     def decode(self, unischema_field: UnischemaField, value: bytes) -> Any:  # noqa: ARG002
         """Returns an array."""
@@ -114,12 +121,8 @@ class NdarrayCodec(_BinaryCodec):
 class CompressedNdarrayCodec(_BinaryCodec):
     """Arrays of any shape as files of `numpy.savez_compressed`."""
 
-    def encode(self, unischema_field: UnischemaField, value: Any) -> bytearray:
-        """Returns the bytes of an array."""
-        _check_array(unischema_field, value)
-        file = io.BytesIO()
-        np.savez_compressed(file, arr=value)
-        return bytearray(file.getbuffer())
+    def _write_array(self, file: io.BytesIO, array: Any) -> None:
+        np.savez_compressed(file, arr=array)
 
     def decode(self, unischema_field: UnischemaField, value: bytes) -> Any:  # noqa: ARG002
         """Returns an array."""
@@ -147,15 +150,11 @@ class CompressedImageCodec(_BinaryCodec):
         """Format of new images."""
         return self._image_codec[1:]
 
-    def encode(self, unischema_field: UnischemaField, value: Any) -> bytearray:
-        """Returns the bytes of an image."""
+    def _write_array(self, file: io.BytesIO, array: Any) -> None:
         from PIL import Image  # noqa: PLC0415 - only images need it
 
-        _check_array(unischema_field, value)
-        file = io.BytesIO()
-        image_format = {"JPG": "JPEG"}.get(self.image_codec.upper(), self.image_codec.upper())
-        Image.fromarray(value).save(file, image_format, quality=self._quality)
-        return bytearray(file.getbuffer())
+        image_format = self.image_codec.upper().replace("JPG", "JPEG")
+        Image.fromarray(array).save(file, image_format, quality=self._quality)
 
     def decode(self, unischema_field: UnischemaField, value: bytes) -> Any:
         """Returns the pixels of an image, with the bits that the file has."""

@@ -4,6 +4,8 @@
 reads the same data sets with both, and each row and batch is compared.
 """
 
+import ast
+import importlib
 import json
 import os
 import re
@@ -64,6 +66,30 @@ CASES = re.findall(r"^@case\ndef (\w+)", PROGRAM, re.MULTILINE)
 def test_both_packages_read_the_same(results, case):
     real, own = (each[case] for each in results)
     assert own == real
+
+
+def test_functions_have_the_arguments_and_defaults_of_petastorm(written):
+    signatures = [
+        json.loads(run_program(python, "print_signatures").splitlines()[-1])
+        for python in (REAL, sys.executable)
+    ]
+    real, own = signatures
+    assert set(own) == set(real)
+    for name, described in own.items():
+        expected = real[name]["arguments"]
+        if described == real[name]:
+            continue
+        assert described["takes_more"], name
+        number = len(described["arguments"])
+        assert described["arguments"] == expected[:number], name
+        # All others by name, with petastorm's defaults.
+        options = {option: ast.literal_eval(default) for option, default in expected[number:]}
+        module, _, function = name.rpartition(".")
+        url = (written / "codecs").as_uri()
+        result = getattr(importlib.import_module(module), function)(url, **options)
+        if hasattr(result, "stop"):
+            result.stop()
+            result.join()
 
 
 def test_petastorm_reads_what_its_drop_in_wrote(tmp_path):

@@ -157,7 +157,7 @@ class SparkDatasetConverter:
         return ReaderContextManager(open_reader, make_loader)
 
     def delete(self) -> None:
-        """Deletes the files."""
+        """Deletes the directory: also one that the converter has not written, but got as a URL."""
         with _written_frames_lock:
             _written_frames[:] = [
                 frame for frame in _written_frames if frame.url != self.cache_dir_url
