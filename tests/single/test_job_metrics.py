@@ -167,11 +167,18 @@ def test_the_board_has_valid_queries_of_metrics_that_exist(tmp_path: Any) -> Non
     assert f"{len(queries)} rules found" in promtool("check", "rules", str(path))
 
 
-def test_steps_and_checkpoints_are_reported_once() -> None:
+def test_steps_and_checkpoints_are_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [10.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     progress = RankProgress()
-    assert set(progress.take_report()) == {"counters"}
-    for now, waited in ((10.0, 9.0), (10.5, 0.1), (11.5, 0.3)):
-        progress.end_step(now, waited)
+    progress.end_step()
+    assert set(progress.take_report()) == {"counters"}, "steps are not measured"
+    progress.measures_steps = True
+    for waited, seconds in ((9.0, 9.0), (0.1, 0.5), (0.3, 1.0)):
+        with progress.measure_reduction():
+            now[0] += waited
+        now[0] += seconds - waited
+        progress.end_step()
     progress.note_checkpoint()
     report = progress.take_report()
     # The first step has no begin.
