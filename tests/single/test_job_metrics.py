@@ -29,7 +29,7 @@ from farandole.common.rank_progress import RankProgress
 from farandole.runner.show import metrics_export
 from farandole.runner.show.job_metrics import JobMetrics
 from farandole.runner.show.metrics_export import MetricsAddressError, export_run_metrics
-from farandole.runner.show.training_run_reports import report_run
+from farandole.runner.show.training_run_reports import TrainingRun, report_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,6 +53,7 @@ RANK = {
     "step_seconds": 0.2,
     "data_seconds": 0.05,
     "reduce_seconds": 0.02,
+    "step_at": NOW - 3,
     "counters": COUNTERS,
     "checkpoint_at": NOW - 30,
     "load": LOAD,
@@ -89,6 +90,7 @@ def test_reports_become_samples_that_prometheus_reads() -> None:
         ("farandole_step_duration_seconds", "0"): 0.2,
         ("farandole_step_data_wait_ratio", "0"): 0.25,
         ("farandole_step_reduction_wait_ratio", "0"): pytest.approx(0.1),
+        ("farandole_step_age_seconds", "0"): 3,
         ("farandole_rank_collective_wait_seconds_total", "0"): 1.5,
         ("farandole_link_sent_bytes_total", "shared_memory"): 3e9,
         ("farandole_link_sent_bytes_total", "tcp"): 7,
@@ -100,6 +102,77 @@ def test_reports_become_samples_that_prometheus_reads() -> None:
         ("farandole_gpu_utilization_ratio", "0"): 0.9,
         ("farandole_gpu_memory_bytes", "0"): 4e9,
     }, "a rank that was lost has no values"
+
+
+class ReportedJob:
+    """A job whose ranks report at times of the test."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = NOW
+        monkeypatch.setattr(time, "time", lambda: self.now)
+        self.metrics = JobMetrics("digits", lambda: self.now)
+        self.run = TrainingRun(None, others=[self.metrics])
+
+    def place(self, *tasks: int) -> None:
+        """Gives the ranks to these tasks of one host."""
+        seats = [{"rank": rank, "task": task, "host": "a"} for rank, task in enumerate(tasks)]
+        self.run.set_placements(seats)
+
+    def report(self, task: int, **facts: Any) -> None:
+        """Takes a report of a task, and shows it."""
+        self.run.update_rank_facts(task, facts)
+        self.run._put_ranks(logged=False)
+
+    def values(self, metric: str) -> dict[str, float]:
+        """The values of a metric by rank."""
+        return {
+            sample.labels.get("rank", ""): sample.value
+            for sample in self.metrics.samples()
+            if sample.metric == metric
+        }
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> ReportedJob:
+    return ReportedJob(monkeypatch)
+
+
+def test_the_time_of_a_step_disappears_when_steps_no_longer_end(job: ReportedJob) -> None:
+    job.place(0, 1)
+    for task in (0, 1):
+        job.report(task, step_seconds=0.2, reduce_seconds=0.1, step_at=NOW)
+    assert job.values("farandole.step.duration") == {"0": 0.2, "1": 0.2}
+    # Rank 1 hangs: its thread of reports still sends the load.
+    for _ in range(40):
+        job.now += 2
+        job.report(0, step_seconds=0.3, step_at=job.now)
+        job.report(1, load=LOAD, step_at=NOW)
+    assert job.values("farandole.step.age") == {"0": 0, "1": 80}
+    assert job.values("farandole.step.duration") == {"0": 0.3}
+    assert job.values("farandole.step.reduction_wait").keys() == {"0"}
+    assert job.values("farandole.rank.memory") == {"1": 1e8}
+
+
+def test_a_long_step_is_no_old_value(job: ReportedJob) -> None:
+    job.place(0)
+    job.report(0, step_seconds=50.0, step_at=NOW)
+    job.now += 200
+    job.report(0, load=LOAD)
+    assert job.values("farandole.step.duration") == {"0": 50}
+    job.now += 400
+    job.report(0, load=LOAD)
+    assert job.values("farandole.step.duration") == {}
+
+
+def test_the_load_of_a_rank_that_no_longer_reports_disappears(job: ReportedJob) -> None:
+    job.place(0, 1)
+    for task in (0, 1):
+        job.report(task, load=LOAD, step_seconds=0.2, step_at=NOW)
+    job.now += 50
+    job.report(0, load=LOAD, step_at=job.now)
+    assert job.values("farandole.rank.memory") == {"0": 1e8}
+    assert job.values("farandole.step.age") == {"0": 0, "1": 50}
+    assert job.values("farandole.host.cpu") == {"": 0.5}
 
 
 def promtool(*words: str, text: str = "") -> str:

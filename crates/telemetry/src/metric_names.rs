@@ -71,6 +71,7 @@ pub const METRICS: &[MetricDefinition] = &[
     gauge("farandole.step.duration", "s", "Mean time of a step of a rank."),
     gauge("farandole.step.data_wait", "1", "Share of a step that waits for data."),
     gauge("farandole.step.reduction_wait", "1", "Share of a step that waits for the reduction."),
+    gauge("farandole.step.age", "s", "Time since a step of a rank has ended."),
     counter(
         "farandole.rank.collective_wait",
         "s",

@@ -32,6 +32,7 @@ class RankProgress:
         self._steps = 0
         self._step_seconds = self._reduce_seconds = self._pending_reduce_seconds = 0.0
         self._last_step_end: float | None = None
+        self._step_at: float | None = None
         self._checkpoint_at: float | None = None
         self._reported = (0, 0.0, 0.0)
 
@@ -57,6 +58,11 @@ class RankProgress:
             self._steps += 1
         self._pending_reduce_seconds = 0.0
         self._last_step_end = now
+        self.note_step()
+
+    def note_step(self) -> None:
+        """Takes note that a step has ended, which the optimizer or an estimator has measured."""
+        self._step_at = time.time()
 
     def note_checkpoint(self) -> None:
         """Takes note that a checkpoint or commit was written to a store."""
@@ -64,7 +70,7 @@ class RankProgress:
 
     def take_report(self) -> dict[str, Any]:
         """Returns the means over the steps since the last call, in seconds, the counters of this
-        process, and the time of the last checkpoint in seconds since 1970.
+        process, and the times of the last step and the last checkpoint in seconds since 1970.
         """
         report: dict[str, Any] = {"counters": metrics.process_counters()}
         before, now = self._reported, (self._steps, self._step_seconds, self._reduce_seconds)
@@ -72,6 +78,8 @@ class RankProgress:
         if (steps := now[0] - before[0]) > 0:
             report["step_seconds"] = (now[1] - before[1]) / steps
             report["reduce_seconds"] = (now[2] - before[2]) / steps
+        if self._step_at is not None:
+            report["step_at"] = self._step_at
         if self._checkpoint_at is not None:
             report["checkpoint_at"] = self._checkpoint_at
         return report

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 _LINK_COUNTERS: Final = (("shared_memory", "shared_memory_bytes"), ("tcp", "tcp_bytes"))
 """Label of a link, and the counter of its bytes."""
 _ROW_RATE_GAUGE: Final = "rowsPerSecond"
+_REPORT_EXPIRY_SECONDS: Final = 30.0
+"""Age of a rank's last report from which its values are old. A rank reports every two seconds."""
+_MIN_STEP_EXPIRY_SECONDS: Final = 60.0
+_STEP_EXPIRY_STEPS: Final = 10.0
+"""Time without a step, in mean steps and at least a minute, after which that mean is old."""
 
 
 class MetricSample(NamedTuple):
@@ -76,7 +81,7 @@ class JobMetrics(RunReportReceiver):
                 continue
             samples += self._rank_samples(rank)
             host = str(rank.get("host"))
-            if host not in hosts and isinstance(rank.get("load"), dict):
+            if host not in hosts and isinstance(rank.get("load"), dict) and self._is_heard(rank):
                 hosts.add(host)
                 samples += self._host_samples(host, rank["load"])
         return samples
@@ -95,20 +100,21 @@ class JobMetrics(RunReportReceiver):
     def _rank_samples(self, rank: Mapping[str, Any]) -> Iterator[MetricSample]:
         labels = {"run": self.name, "rank": str(rank["rank"]), "host": str(rank.get("host"))}
         step = rank.get("step_seconds")
-        if _is_number(step) and step > 0:
+        if _is_number(step) and step > 0 and self._has_present_step(rank, step):
             yield MetricSample("farandole.step.duration", labels, step)
             for part in ("data", "reduction"):
                 seconds = rank.get("data_seconds" if part == "data" else "reduce_seconds")
                 if _is_number(seconds):
                     yield MetricSample(f"farandole.step.{part}_wait", labels, seconds / step)
+        if _is_number(step_at := rank.get("step_at")):
+            yield MetricSample("farandole.step.age", labels, self._age(step_at))
         counters = rank.get("counters")
         if isinstance(counters, dict):
             yield from _counter_samples(labels, counters)
         if _is_number(checkpoint_at := rank.get("checkpoint_at")):
-            age = max(self._clock() - checkpoint_at, 0.0)
-            yield MetricSample("farandole.checkpoint.age", labels, age)
+            yield MetricSample("farandole.checkpoint.age", labels, self._age(checkpoint_at))
         load = rank.get("load")
-        if isinstance(load, dict):
+        if isinstance(load, dict) and self._is_heard(rank):
             for metric, name in (
                 ("farandole.rank.memory", "process_memory"),
                 ("farandole.gpu.utilization", "gpu"),
@@ -116,6 +122,21 @@ class JobMetrics(RunReportReceiver):
             ):
                 if _is_number(value := load.get(name)):
                     yield MetricSample(metric, labels, value)
+
+    def _age(self, at: float) -> float:
+        """Returns the seconds since a time, which another host's clock may have given."""
+        return max(self._clock() - at, 0.0)
+
+    def _is_heard(self, rank: Mapping[str, Any]) -> bool:
+        """Returns whether the last report of a rank is recent."""
+        reported_at = rank.get("reported_at")
+        return not _is_number(reported_at) or self._age(reported_at) <= _REPORT_EXPIRY_SECONDS
+
+    def _has_present_step(self, rank: Mapping[str, Any], step: float) -> bool:
+        """Returns whether a mean of steps is no old value: steps still end."""
+        step_at = rank.get("step_at")
+        expiry = max(_MIN_STEP_EXPIRY_SECONDS, _STEP_EXPIRY_STEPS * step)
+        return not _is_number(step_at) or self._age(step_at) <= expiry
 
     def _host_samples(self, host: str, load: Mapping[str, Any]) -> Iterator[MetricSample]:
         labels = {"run": self.name, "host": host}

@@ -172,6 +172,7 @@ class TrainingRun(JobObserver):
             return
         self._rank_facts.setdefault(task, {}).update(
             {name: json_safe(value) for name, value in record.items()}
+            | {"reported_at": time.time()}
         )
         now = time.monotonic()
         if now - self._ranks_at >= _RANK_INTERVAL:
