@@ -120,7 +120,7 @@ class ReportedJob:
 
     def report(self, task: int, **facts: Any) -> None:
         """Takes a report of a task, and shows it."""
-        self.run.update_rank_facts(task, facts)
+        self.run.update_rank_facts(task, {"reported_at": self.now, **facts})
         self.run._put_ranks(logged=False)
 
     def values(self, metric: str) -> dict[str, float]:
@@ -173,6 +173,31 @@ def test_the_load_of_a_rank_that_no_longer_reports_disappears(job: ReportedJob) 
     assert job.values("farandole.rank.memory") == {"0": 1e8}
     assert job.values("farandole.step.age") == {"0": 0, "1": 50}
     assert job.values("farandole.host.cpu") == {"": 0.5}
+
+
+def test_counters_of_a_rank_never_fall_when_ranks_are_renumbered(job: ReportedJob) -> None:
+    job.place(4, 5)
+    job.report(4, pid=40, counters=COUNTERS | {"store_retries": 1000.0})
+    job.report(5, pid=50, counters=COUNTERS)
+    # The process of rank 0 is lost, and the other one has its number.
+    job.place(5)
+    assert job.values("farandole.store.retries") == {"0": 1000}
+    job.report(5, counters=COUNTERS | {"store_retries": 7.0})
+    assert job.values("farandole.store.retries") == {"0": 1005}
+    # A new process has the place of the lost one, and its report about itself precedes its sums.
+    job.place(5, 4)
+    job.report(4, pid=41)
+    assert job.values("farandole.store.retries") == {"0": 1005, "1": 2}
+    job.report(4, counters=COUNTERS | {"store_retries": 3.0})
+    assert job.values("farandole.store.retries") == {"0": 1005, "1": 5}
+
+
+def test_a_new_process_of_a_task_has_no_values_of_the_old_one(job: ReportedJob) -> None:
+    job.place(0)
+    job.report(0, pid=1, step_seconds=0.2, step_at=NOW, checkpoint_at=NOW, load=LOAD)
+    job.report(0, pid=2)
+    for metric in ("farandole.step.duration", "farandole.step.age", "farandole.rank.memory"):
+        assert job.values(metric) == {}, metric
 
 
 def promtool(*words: str, text: str = "") -> str:
@@ -245,7 +270,7 @@ def test_steps_and_checkpoints_are_reported_once(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     progress = RankProgress()
     progress.end_step()
-    assert set(progress.take_report()) == {"counters"}, "steps are not measured"
+    assert set(progress.take_report()) == {"reported_at", "counters"}, "steps are not measured"
     progress.measures_steps = True
     for waited, seconds in ((9.0, 9.0), (0.1, 0.5), (0.3, 1.0)):
         with progress.measure_reduction():
@@ -356,7 +381,7 @@ def test_a_collector_gets_the_last_values_of_a_run_by_otlp(
     with export_run_metrics("digits", "") as run:
         assert run is not None
         run.put_row("", "run", {"restarts": 1, "losses": 3})
-        run.put_row("", "ranks", {"ranks": [RANK]})
+        run.put_row("", "ranks", {"ranks": [RANK | {"step_at": time.time()}]})
     values = collector.last_values()
     assert values["farandole.step.duration"] == ("s", False, 0.2)
     assert values["farandole.link.sent"] == ("By", True, 3e9)

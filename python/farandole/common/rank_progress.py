@@ -70,9 +70,13 @@ class RankProgress:
 
     def take_report(self) -> dict[str, Any]:
         """Returns the means over the steps since the last call, in seconds, the counters of this
-        process, and the times of the last step and the last checkpoint in seconds since 1970.
+        process, and the times of the report, of the last step and of the last checkpoint in seconds
+        since 1970.
         """
-        report: dict[str, Any] = {"counters": metrics.process_counters()}
+        report: dict[str, Any] = {
+            "reported_at": time.time(),
+            "counters": metrics.process_counters(),
+        }
         before, now = self._reported, (self._steps, self._step_seconds, self._reduce_seconds)
         self._reported = now
         if (steps := now[0] - before[0]) > 0:

@@ -55,6 +55,7 @@ class JobMetrics(RunReportReceiver):
         self._run: Mapping[str, Any] = {}
         self._ranks: list[dict[str, Any]] = []
         self._row_rate: float | None = None
+        self._counters = _RankCounters()
 
     def put_row(self, run: str, key: str, body: dict[str, Any], *, logged: bool = True) -> None:
         """Like `RunReportReceiver.put_row`."""
@@ -64,6 +65,8 @@ class JobMetrics(RunReportReceiver):
                 self._run = body
             elif key == "ranks":
                 self._ranks = body["ranks"]
+                for rank in self._ranks:
+                    self._counters.add_report(rank)
 
     def set_gauge(self, name: str, value: float) -> None:
         """Like `RunReportReceiver.set_gauge`."""
@@ -108,9 +111,9 @@ class JobMetrics(RunReportReceiver):
                     yield MetricSample(f"farandole.step.{part}_wait", labels, seconds / step)
         if _is_number(step_at := rank.get("step_at")):
             yield MetricSample("farandole.step.age", labels, self._age(step_at))
-        counters = rank.get("counters")
-        if isinstance(counters, dict):
-            yield from _counter_samples(labels, counters)
+        with self._lock:
+            counters = self._counters.sums(rank)
+        yield from _counter_samples(labels, counters)
         if _is_number(checkpoint_at := rank.get("checkpoint_at")):
             yield MetricSample("farandole.checkpoint.age", labels, self._age(checkpoint_at))
         load = rank.get("load")
@@ -143,6 +146,40 @@ class JobMetrics(RunReportReceiver):
         for metric, name in (("farandole.host.cpu", "cpu"), ("farandole.host.memory", "memory")):
             if _is_number(value := load.get(name)):
                 yield MetricSample(metric, labels, value)
+
+
+class _RankCounters:
+    """Sums of the counters of each rank on each host, whichever processes have been this rank.
+
+    The counters of a process go on when an elastic job gives it another rank. A sum gets only what
+    its process has added since the last report, so it never falls.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[Any, Any], dict[str, float]] = {}
+        self._last_values: dict[Any, dict[str, float]] = {}
+        """Counters in the last report of each task's process."""
+        self._pids: dict[Any, Any] = {}
+
+    def add_report(self, rank: Mapping[str, Any]) -> None:
+        """Adds the present counters of a rank's process."""
+        task, pid = rank.get("task"), rank.get("pid")
+        if self._pids.setdefault(task, pid) != pid:
+            self._pids[task] = pid
+            self._last_values.pop(task, None)
+        counters = rank.get("counters")
+        if not isinstance(counters, dict):
+            return
+        sums, last = self.sums(rank), self._last_values.setdefault(task, {})
+        for name, value in counters.items():
+            if _is_number(value):
+                before = last.get(name, 0.0)
+                sums[name] = sums.get(name, 0.0) + (value - before if value >= before else value)
+                last[name] = value
+
+    def sums(self, rank: Mapping[str, Any]) -> dict[str, float]:
+        """Returns the sums of a rank."""
+        return self._sums.setdefault((rank.get("rank"), rank.get("host")), {})
 
 
 def _counter_samples(labels: dict[str, str], counters: Mapping[str, Any]) -> Iterator[MetricSample]:
