@@ -63,7 +63,7 @@ RANK = {
 def job_with_two_ranks() -> JobMetrics:
     """The metrics of a job after its reports."""
     job = JobMetrics("digits", lambda: NOW)
-    job.put_row("", "run", {"restarts": 1, "losses": 3})
+    job.put_row("", "run", {"restarts": 1, "losses": 3, "started": (NOW - 100) * 1000})
     job.put_row(
         "", "ranks", {"ranks": [RANK, {"rank": 1, "task": 1, "host": "b", "state": "lost"}]}
     )
@@ -86,6 +86,7 @@ def test_reports_become_samples_that_prometheus_reads() -> None:
         ("farandole_job_ranks", ""): 2,
         ("farandole_job_worlds_total", ""): 2,
         ("farandole_job_losses_total", ""): 3,
+        ("farandole_job_age_seconds", ""): 100,
         ("farandole_job_row_rate", ""): 12.5,
         ("farandole_step_duration_seconds", "0"): 0.2,
         ("farandole_step_data_wait_ratio", "0"): 0.25,
@@ -95,7 +96,7 @@ def test_reports_become_samples_that_prometheus_reads() -> None:
         ("farandole_link_sent_bytes_total", "shared_memory"): 3e9,
         ("farandole_link_sent_bytes_total", "tcp"): 7,
         ("farandole_store_retries_total", "0"): 2,
-        ("farandole_checkpoint_age_seconds", "0"): 30,
+        ("farandole_checkpoint_age_seconds", ""): 30,
         ("farandole_rank_memory_bytes", "0"): 1e8,
         ("farandole_host_cpu_ratio", ""): 0.5,
         ("farandole_host_memory_bytes", ""): 2e9,
@@ -200,6 +201,55 @@ def test_a_new_process_of_a_task_has_no_values_of_the_old_one(job: ReportedJob) 
         assert job.values(metric) == {}, metric
 
 
+def test_the_age_of_the_last_checkpoint_survives_the_rank_that_has_written_it(
+    job: ReportedJob,
+) -> None:
+    job.place(0, 1)
+    job.report(0, pid=1, checkpoint_at=NOW - 30)
+    job.report(1, pid=2, checkpoint_at=NOW - 50)
+    assert job.values("farandole.checkpoint.age") == {"": 30}
+    job.now += 10
+    job.place(1)
+    job.report(1, load=LOAD)
+    assert job.values("farandole.checkpoint.age") == {"": 40}
+    assert job.values("farandole.job.age") == {"": 10}
+
+
+def test_the_alarms_of_the_page_fire_also_for_a_job_that_has_saved_nothing(tmp_path: Any) -> None:
+    (rules,) = re.findall(r"^```yaml\n(groups:.+?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    (tmp_path / "rules.yml").write_text(rules)
+    # Values of each minute.
+    series = {
+        'farandole_job_age_seconds{run="saves"}': "0+60x120",
+        'farandole_checkpoint_age_seconds{run="saves"}': "5+0x120",
+        'farandole_step_age_seconds{run="saves",rank="0"}': "1+0x120",
+        'farandole_job_age_seconds{run="never"}': "0+60x120",
+        'farandole_job_age_seconds{run="no longer"}': "0+60x120",
+        'farandole_checkpoint_age_seconds{run="no longer"}': "0+60x120",
+        'farandole_job_age_seconds{run="young"}': "0+1x120",
+        'farandole_step_age_seconds{run="young",rank="0"}': "1+0x120",
+        'farandole_step_age_seconds{run="young",rank="1"}': "0+60x120",
+    }
+
+    def alarms(minutes: int, name: str, *runs: str) -> dict[str, Any]:
+        fired = [{"exp_labels": {"run": run}} for run in runs]
+        return {"eval_time": f"{minutes}m", "alertname": name, "exp_alerts": fired}
+
+    test = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": text} for name, text in series.items()],
+        "alert_rule_test": [
+            alarms(30, "FarandoleDoesNotSave"),
+            alarms(90, "FarandoleDoesNotSave", "never", "no longer"),
+            alarms(5, "FarandoleHangs"),
+            alarms(90, "FarandoleHangs", "young"),
+        ],
+    }
+    path = tmp_path / "tests.yml"
+    path.write_text(json.dumps({"rule_files": ["rules.yml"], "tests": [test]}))
+    assert "SUCCESS" in promtool("test", "rules", str(path))
+
+
 def promtool(*words: str, text: str = "") -> str:
     """Runs Prometheus's own checker; its output."""
     program = shutil.which("promtool")
@@ -254,6 +304,7 @@ def test_the_board_has_valid_queries_of_metrics_that_exist(tmp_path: Any) -> Non
         "farandole_job_worlds_total",
         "farandole_store_retries_total",
         "farandole_checkpoint_age_seconds",
+        "farandole_job_age_seconds",
     } <= used
     queries = [
         query.replace("$__rate_interval", "1m").replace("$run", ".*")
@@ -421,7 +472,7 @@ def test_a_protocol_that_is_not_spoken_is_named_and_the_run_goes_on(
 def test_the_run_viewer_has_the_runs_of_its_store_as_metrics(tmp_path: Any) -> None:
     run = tmp_path / "runs" / "digits"
     run.mkdir(parents=True)
-    record = {"name": "digits", "state": "ended", "done": 3, "last": {"loss": 0.5}}
+    record = {"name": "digits", "state": "running", "done": 3, "last": {"loss": 0.5}}
     (run / "_record.json").write_text(json.dumps(record))
     (run / "checkpoint").write_bytes(b"bytes")
     with ui.show(str(tmp_path)) as viewer:

@@ -67,6 +67,7 @@ pub const METRICS: &[MetricDefinition] = &[
         "Worlds that have formed. Each one after the first is a change of the membership.",
     ),
     counter("farandole.job.losses", "{loss}", "Workers and hosts that were lost."),
+    gauge("farandole.job.age", "s", "Time since a running run has begun."),
     gauge("farandole.job.row_rate", "{row}/s", "Rows of all ranks in a second."),
     gauge("farandole.step.duration", "s", "Mean time of a step of a rank."),
     gauge("farandole.step.data_wait", "1", "Share of a step that waits for data."),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _LINK_COUNTERS: Final = (("shared_memory", "shared_memory_bytes"), ("tcp", "tcp_bytes"))
 """Label of a link, and the counter of its bytes."""
 _ROW_RATE_GAUGE: Final = "rowsPerSecond"
+_MILLISECONDS_PER_SECOND: Final = 1e3
 _REPORT_EXPIRY_SECONDS: Final = 30.0
 """Age of a rank's last report from which its values are old. A rank reports every two seconds."""
 _MIN_STEP_EXPIRY_SECONDS: Final = 60.0
@@ -56,6 +57,7 @@ class JobMetrics(RunReportReceiver):
         self._ranks: list[dict[str, Any]] = []
         self._row_rate: float | None = None
         self._counters = _RankCounters()
+        self._checkpoint_at: float | None = None
 
     def put_row(self, run: str, key: str, body: dict[str, Any], *, logged: bool = True) -> None:
         """Like `RunReportReceiver.put_row`."""
@@ -67,6 +69,9 @@ class JobMetrics(RunReportReceiver):
                 self._ranks = body["ranks"]
                 for rank in self._ranks:
                     self._counters.add_report(rank)
+                    # Remains when the rank that has saved is lost.
+                    if _is_number(at := rank.get("checkpoint_at")):
+                        self._checkpoint_at = max(at, self._checkpoint_at or at)
 
     def set_gauge(self, name: str, value: float) -> None:
         """Like `RunReportReceiver.set_gauge`."""
@@ -97,6 +102,11 @@ class JobMetrics(RunReportReceiver):
             yield MetricSample("farandole.job.ranks", labels, len(ranks))
             yield MetricSample("farandole.job.worlds", labels, 1 + run.get("restarts", 0))
         yield MetricSample("farandole.job.losses", labels, run.get("losses", 0))
+        if _is_number(started := run.get("started")):
+            age = self._age(started / _MILLISECONDS_PER_SECOND)
+            yield MetricSample("farandole.job.age", labels, age)
+        if self._checkpoint_at is not None:
+            yield MetricSample("farandole.checkpoint.age", labels, self._age(self._checkpoint_at))
         if self._row_rate is not None:
             yield MetricSample("farandole.job.row_rate", labels, self._row_rate)
 
@@ -114,8 +124,6 @@ class JobMetrics(RunReportReceiver):
         with self._lock:
             counters = self._counters.sums(rank)
         yield from _counter_samples(labels, counters)
-        if _is_number(checkpoint_at := rank.get("checkpoint_at")):
-            yield MetricSample("farandole.checkpoint.age", labels, self._age(checkpoint_at))
         load = rank.get("load")
         if isinstance(load, dict) and self._is_heard(rank):
             for metric, name in (
