@@ -87,7 +87,7 @@ def test_reports_become_samples_that_prometheus_reads() -> None:
         ("farandole_job_worlds_total", ""): 2,
         ("farandole_job_losses_total", ""): 3,
         ("farandole_job_age_seconds", ""): 100,
-        ("farandole_job_row_rate", ""): 12.5,
+        ("farandole_job_rows_per_second", ""): 12.5,
         ("farandole_step_duration_seconds", "0"): 0.2,
         ("farandole_step_data_wait_ratio", "0"): 0.25,
         ("farandole_step_reduction_wait_ratio", "0"): pytest.approx(0.1),

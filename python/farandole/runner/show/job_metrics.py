@@ -108,7 +108,7 @@ class JobMetrics(RunReportReceiver):
         if self._checkpoint_at is not None:
             yield MetricSample("farandole.checkpoint.age", labels, self._age(self._checkpoint_at))
         if self._row_rate is not None:
-            yield MetricSample("farandole.job.row_rate", labels, self._row_rate)
+            yield MetricSample("farandole.job.rows", labels, self._row_rate)
 
     def _rank_samples(self, rank: Mapping[str, Any]) -> Iterator[MetricSample]:
         labels = {"run": self.name, "rank": str(rank["rank"]), "host": str(rank.get("host"))}
