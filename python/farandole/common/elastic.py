@@ -227,6 +227,8 @@ class State:
         """
         if not suspension.may_be_suspended() or self._rank() != 0:
             return
+        # An earlier world may have been lost after its report.
+        suspension.withdraw_report()
         if self._stored_commits is None:
             _log.warning(
                 "farandole run --requeue continues a job from its last commit in a store, and this "
@@ -597,6 +599,8 @@ def _with_stored_commits(state: State) -> Iterator[None]:
             state._wait_for_commit_write()  # noqa: SLF001 - its own module's
             raise
         state._finish_commit_writes()  # noqa: SLF001 - its own module's
+        if suspension.may_be_suspended() and state._is_writer:  # noqa: SLF001 - as above
+            suspension.withdraw_report()  # the function may have caught `JobSuspended`
     except WorkerDismissed:
         state._hand_over_lease()  # noqa: SLF001 - its own module's
         raise
