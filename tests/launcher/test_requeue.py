@@ -152,6 +152,15 @@ def test_a_job_without_progress_is_not_requeued_again(job: Job) -> None:
     assert job.slurm.requeued() == ["7"]
 
 
+def test_a_job_is_requeued_a_limited_number_of_times(job: Job) -> None:
+    job.slurm.set_status(Restarts=100)
+    run = job.start()
+    job.suspend()
+    assert run.wait() == 1, run.err.read_text()
+    assert "job 7 could not be requeued: it was started 101 times already" in run.err.read_text()
+    assert job.slurm.requeued() == []
+
+
 def test_an_element_of_an_array_is_requeued_without_the_others(job: Job) -> None:
     run = job.start(SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3")
     assert "job 7_3 is requeued" in job.suspend()

@@ -149,6 +149,8 @@ class State:
     def _keep_commit(self) -> None:
         self.save()
         self._commits += 1
+        if self._stored_commits is not None:
+            self._stored_commits.note_plain_values(self._saved_values)
         self._write_commit_if_due()
 
     def check_host_updates(self) -> None:
@@ -379,6 +381,10 @@ class State:
 
     def _apply_commit(self, content: Any) -> None:
         """Applies the result of `_unpack_commit` to this state."""
+        raise NotImplementedError
+
+    def _saved_values(self) -> dict[str, Any]:
+        """Returns attributes that are no arrays, as they were kept last."""
         raise NotImplementedError
 
     def _plain_values(self, content: Any) -> dict[str, Any]:
