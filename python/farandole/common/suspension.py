@@ -108,8 +108,8 @@ def report_suspension(stored: StoredCommits, commits: int) -> None:
 
 
 def withdraw_report() -> None:
-    """Tells the launcher that the job continues, or has ended by itself: an earlier report of a
-    suspension is void. Called on rank 0.
+    """Withdraws an earlier report of a suspension on rank 0: the job continues, or has ended by
+    itself.
     """
     from farandole._native import launcher  # noqa: PLC0415 - few jobs are suspended
 

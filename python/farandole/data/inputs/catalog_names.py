@@ -9,6 +9,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from farandole.stores.durable_writes import is_path_present
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -56,7 +58,7 @@ def table_name_of_path(path: str) -> str | None:
     if not os.environ.get(HOST_VARIABLE) or _NAME_PATTERN.fullmatch(path) is None:
         return None
     is_file_name = path.rpartition(".")[2].lower() in _FILE_SUFFIXES
-    return None if is_file_name or Path(path).exists() else path
+    return None if is_file_name or is_path_present(Path(path)) else path
 
 
 def resolve_table_names(source: Any, storage_options: Mapping[str, Any] | None = None) -> Any:
