@@ -31,6 +31,12 @@ CPUS: Final = 4
 """Processors of all nodes together."""
 START: Final = 60.0
 """Seconds until the node is ready."""
+CREDENTIAL_LIFE: Final = 30
+"""Seconds that Slurm waits before it starts a requeued job again; 120 by default."""
+SCHEDULING_INTERVAL: Final = 5
+"""Seconds from one pass of the scheduler over all jobs to the next; 60 by default. Only such a pass
+starts a job whose time has come.
+"""
 CONFIGURATION: Final = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -38,7 +44,7 @@ SlurmctldPort={controller}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire={credentials}
 CredType=cred/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool.%n
@@ -47,6 +53,7 @@ SlurmdPidFile={folder}/slurmd.%n.pid
 SlurmdParameters=config_overrides
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
+SchedulerParameters=sched_interval={scheduling}
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 ReturnToService=2
@@ -134,7 +141,12 @@ class Slurm:
             for node, port in zip(self.nodes, ports, strict=True)
         ]
         text = CONFIGURATION.format(
-            host=self.host, controller=controller, nodes="\n".join(nodes), folder=folder
+            host=self.host,
+            controller=controller,
+            credentials=CREDENTIAL_LIFE,
+            scheduling=SCHEDULING_INTERVAL,
+            nodes="\n".join(nodes),
+            folder=folder,
         )
         self.configuration.write_text(text)
         own = [

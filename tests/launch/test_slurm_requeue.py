@@ -90,20 +90,17 @@ class BatchJob:
         assert self.field("Restarts", element) == "1"
         return int(found[0])
 
-    def start_again(self, element: str = "") -> None:
-        """Starts the job at once: Slurm waits two minutes until the credentials of the earlier
-        start have expired. It sets that time when the earlier start is cleaned up, which may be
-        after this call, so the call is repeated.
+    def await_next_start(self, text: str, element: str = "") -> None:
+        """Waits until the next start has printed a text. Slurm starts a requeued job when the
+        credentials of the earlier start have expired, at the next pass of its scheduler.
         """
-
-        def has_started() -> bool:
-            if self.field("JobState", element) != "PENDING":
-                return True
-            name = f"JobId={self.number}{element}"
-            self.slurm.run("scontrol", "update", name, "StartTime=now")
-            return False
-
-        until(has_started, self.output(element), LIMIT)
+        limit = slurms.CREDENTIAL_LIFE + slurms.SCHEDULING_INTERVAL + LIMIT
+        until(
+            lambda: text in self.output(element),
+            f"{text} in {self.output(element)}, {self.field('JobState', element)} "
+            f"{self.field('Reason', element)}",
+            limit,
+        )
 
 
 @pytest.fixture
@@ -115,12 +112,19 @@ def slurm() -> Iterator[slurms.Slurm]:
         yield running
 
 
-def test_slurms_warning_before_the_limit_requeues_the_job_once(slurm: slurms.Slurm) -> None:
-    # The next test has the next start.
+def test_slurms_warning_before_the_limit_requeues_the_job_once_and_it_continues(
+    slurm: slurms.Slurm,
+) -> None:
     job = BatchJob(slurm, SCRIPT)
     job.await_output("line-0: continues from step 0")
     job.await_output("got SIGUSR1")
-    assert job.await_requeue() > 0
+    committed = job.await_requeue()
+    assert committed > 0
+    job.end_training()
+    job.await_next_start(f"line-0: {committed} steps")
+    until(lambda: job.field("JobState") == "COMPLETED", job.output(), LIMIT)
+    assert job.field("Restarts") == "1", "a job that has ended is not requeued"
+    assert f"line-0: continues from step {committed}" in job.output()
 
 
 def test_an_element_of_an_array_is_requeued_alone(slurm: slurms.Slurm) -> None:
@@ -137,6 +141,5 @@ def test_an_element_of_an_array_is_requeued_alone(slurm: slurms.Slurm) -> None:
     assert job.field("JobState", f"_{other}") == "RUNNING"
     assert job.field("Restarts", f"_{other}") == "0"
     job.end_training()
-    job.start_again(f"_{last}")
-    job.await_output(f"line-{last}: {committed} steps", f"_{last}")
+    job.await_next_start(f"line-{last}: {committed} steps", f"_{last}")
     assert "requeued" not in job.output(f"_{other}")

@@ -76,9 +76,16 @@ class Job:
         self.slurm, self.store, self._launch = slurm, store, launch
         self.run: Launch | None = None
 
-    def start(self, *flags: object, every: int = 1, last: int = NO_END, **extra: str) -> Launch:
+    def start(
+        self,
+        *flags: object,
+        every: int = 1,
+        last: int = NO_END,
+        program: Path = PROGRAM,
+        **extra: str,
+    ) -> Launch:
         """Starts the job once more, and waits until its ranks train."""
-        words = ("-np", 2, "--requeue", *flags, sys.executable, PROGRAM, self.store, "digits")
+        words = ("-np", 2, "--requeue", *flags, sys.executable, program, self.store, "digits")
         env = self.slurm.variables(**extra)
         self.run = self._launch(*words, every, last, env=env, after=self.run)
         until(lambda: self.begun() is not None, f"{self.run.err.read_text()}")
@@ -145,6 +152,15 @@ def test_a_job_without_progress_is_not_requeued_again(job: Job) -> None:
     assert job.slurm.requeued() == ["7"]
 
 
+def test_a_job_is_requeued_a_limited_number_of_times(job: Job) -> None:
+    job.slurm.set_status(Restarts=100)
+    run = job.start()
+    job.suspend()
+    assert run.wait() == 1, run.err.read_text()
+    assert "job 7 could not be requeued: it was started 101 times already" in run.err.read_text()
+    assert job.slurm.requeued() == []
+
+
 def test_an_element_of_an_array_is_requeued_without_the_others(job: Job) -> None:
     run = job.start(SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3")
     assert "job 7_3 is requeued" in job.suspend()
@@ -192,6 +208,17 @@ def test_outside_of_slurm_the_flag_is_an_error(launch: Callable[..., Launch]) ->
     assert run.wait() != 0
     assert "SLURM_JOB_ID is not set" in run.err.read_text()
     assert not (run.folder / "started").exists()
+
+
+def test_an_elastic_job_that_loses_a_rank_and_then_ends_is_not_requeued(job: Job) -> None:
+    flags = ("--min-np", 1, "--blacklist-cooldown-range", 600, 600)
+    run = job.start(*flags, program=program_path(__file__, "lose_rank_in_suspension"))
+    job.suspend()
+    assert run.wait() == 0, run.err.read_text()
+    assert (run.folder / "gone").exists()
+    assert run.out.read_text().count("the rest of the script") == 1
+    assert "job 7 is not requeued: its program has ended before a commit" in run.err.read_text()
+    assert job.slurm.requeued() == []
 
 
 def test_a_job_whose_commit_cannot_be_written_fails_and_is_not_requeued(job: Job) -> None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 PAGE = [block for block in blocks_of("docs/user-guide/metrics.md") if block.why_not is None]
 COMMAND, OTLP_SCRIPT = [block.text for block in PAGE if block.kind == "sh"]
-(CONFIGURATION,) = [block.text for block in PAGE if block.kind == "yaml"]
+CONFIGURATION, _ = [block.text for block in PAGE if block.kind == "yaml"]
 BOARD = ROOT / "docs" / "user-guide" / "metrics" / "grafana-board.json"
 PROGRAM = program_path(__file__, "train_and_commit")
 PORT = "9400"

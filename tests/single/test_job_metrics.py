@@ -29,7 +29,7 @@ from farandole.common.rank_progress import RankProgress
 from farandole.runner.show import metrics_export
 from farandole.runner.show.job_metrics import JobMetrics
 from farandole.runner.show.metrics_export import MetricsAddressError, export_run_metrics
-from farandole.runner.show.training_run_reports import report_run
+from farandole.runner.show.training_run_reports import TrainingRun, report_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,6 +53,7 @@ RANK = {
     "step_seconds": 0.2,
     "data_seconds": 0.05,
     "reduce_seconds": 0.02,
+    "step_at": NOW - 3,
     "counters": COUNTERS,
     "checkpoint_at": NOW - 30,
     "load": LOAD,
@@ -62,7 +63,7 @@ RANK = {
 def job_with_two_ranks() -> JobMetrics:
     """The metrics of a job after its reports."""
     job = JobMetrics("digits", lambda: NOW)
-    job.put_row("", "run", {"restarts": 1, "losses": 3})
+    job.put_row("", "run", {"restarts": 1, "losses": 3, "started": (NOW - 100) * 1000})
     job.put_row(
         "", "ranks", {"ranks": [RANK, {"rank": 1, "task": 1, "host": "b", "state": "lost"}]}
     )
@@ -85,21 +86,168 @@ def test_reports_become_samples_that_prometheus_reads() -> None:
         ("farandole_job_ranks", ""): 2,
         ("farandole_job_worlds_total", ""): 2,
         ("farandole_job_losses_total", ""): 3,
-        ("farandole_job_row_rate", ""): 12.5,
+        ("farandole_job_age_seconds", ""): 100,
+        ("farandole_job_rows_per_second", ""): 12.5,
         ("farandole_step_duration_seconds", "0"): 0.2,
         ("farandole_step_data_wait_ratio", "0"): 0.25,
         ("farandole_step_reduction_wait_ratio", "0"): pytest.approx(0.1),
+        ("farandole_step_age_seconds", "0"): 3,
         ("farandole_rank_collective_wait_seconds_total", "0"): 1.5,
         ("farandole_link_sent_bytes_total", "shared_memory"): 3e9,
         ("farandole_link_sent_bytes_total", "tcp"): 7,
         ("farandole_store_retries_total", "0"): 2,
-        ("farandole_checkpoint_age_seconds", "0"): 30,
+        ("farandole_checkpoint_age_seconds", ""): 30,
         ("farandole_rank_memory_bytes", "0"): 1e8,
         ("farandole_host_cpu_ratio", ""): 0.5,
         ("farandole_host_memory_bytes", ""): 2e9,
         ("farandole_gpu_utilization_ratio", "0"): 0.9,
         ("farandole_gpu_memory_bytes", "0"): 4e9,
     }, "a rank that was lost has no values"
+
+
+class ReportedJob:
+    """A job whose ranks report at times of the test."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = NOW
+        monkeypatch.setattr(time, "time", lambda: self.now)
+        self.metrics = JobMetrics("digits", lambda: self.now)
+        self.run = TrainingRun(None, others=[self.metrics])
+
+    def place(self, *tasks: int) -> None:
+        """Gives the ranks to these tasks of one host."""
+        seats = [{"rank": rank, "task": task, "host": "a"} for rank, task in enumerate(tasks)]
+        self.run.set_placements(seats)
+
+    def report(self, task: int, **facts: Any) -> None:
+        """Takes a report of a task, and shows it."""
+        self.run.update_rank_facts(task, {"reported_at": self.now, **facts})
+        self.run._put_ranks(logged=False)
+
+    def values(self, metric: str) -> dict[str, float]:
+        """The values of a metric by rank."""
+        return {
+            sample.labels.get("rank", ""): sample.value
+            for sample in self.metrics.samples()
+            if sample.metric == metric
+        }
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> ReportedJob:
+    return ReportedJob(monkeypatch)
+
+
+def test_the_time_of_a_step_disappears_when_steps_no_longer_end(job: ReportedJob) -> None:
+    job.place(0, 1)
+    for task in (0, 1):
+        job.report(task, step_seconds=0.2, reduce_seconds=0.1, step_at=NOW)
+    assert job.values("farandole.step.duration") == {"0": 0.2, "1": 0.2}
+    # Rank 1 hangs: its thread of reports still sends the load.
+    for _ in range(40):
+        job.now += 2
+        job.report(0, step_seconds=0.3, step_at=job.now)
+        job.report(1, load=LOAD, step_at=NOW)
+    assert job.values("farandole.step.age") == {"0": 0, "1": 80}
+    assert job.values("farandole.step.duration") == {"0": 0.3}
+    assert job.values("farandole.step.reduction_wait").keys() == {"0"}
+    assert job.values("farandole.rank.memory") == {"1": 1e8}
+
+
+def test_a_long_step_is_no_old_value(job: ReportedJob) -> None:
+    job.place(0)
+    job.report(0, step_seconds=50.0, step_at=NOW)
+    job.now += 200
+    job.report(0, load=LOAD)
+    assert job.values("farandole.step.duration") == {"0": 50}
+    job.now += 400
+    job.report(0, load=LOAD)
+    assert job.values("farandole.step.duration") == {}
+
+
+def test_the_load_of_a_rank_that_no_longer_reports_disappears(job: ReportedJob) -> None:
+    job.place(0, 1)
+    for task in (0, 1):
+        job.report(task, load=LOAD, step_seconds=0.2, step_at=NOW)
+    job.now += 50
+    job.report(0, load=LOAD, step_at=job.now)
+    assert job.values("farandole.rank.memory") == {"0": 1e8}
+    assert job.values("farandole.step.age") == {"0": 0, "1": 50}
+    assert job.values("farandole.host.cpu") == {"": 0.5}
+
+
+def test_counters_of_a_rank_never_fall_when_ranks_are_renumbered(job: ReportedJob) -> None:
+    job.place(4, 5)
+    job.report(4, pid=40, counters=COUNTERS | {"store_retries": 1000.0})
+    job.report(5, pid=50, counters=COUNTERS)
+    # The process of rank 0 is lost, and the other one has its number.
+    job.place(5)
+    assert job.values("farandole.store.retries") == {"0": 1000}
+    job.report(5, counters=COUNTERS | {"store_retries": 7.0})
+    assert job.values("farandole.store.retries") == {"0": 1005}
+    # A new process has the place of the lost one, and its report about itself precedes its sums.
+    job.place(5, 4)
+    job.report(4, pid=41)
+    assert job.values("farandole.store.retries") == {"0": 1005, "1": 2}
+    job.report(4, counters=COUNTERS | {"store_retries": 3.0})
+    assert job.values("farandole.store.retries") == {"0": 1005, "1": 5}
+
+
+def test_a_new_process_of_a_task_has_no_values_of_the_old_one(job: ReportedJob) -> None:
+    job.place(0)
+    job.report(0, pid=1, step_seconds=0.2, step_at=NOW, checkpoint_at=NOW, load=LOAD)
+    job.report(0, pid=2)
+    for metric in ("farandole.step.duration", "farandole.step.age", "farandole.rank.memory"):
+        assert job.values(metric) == {}, metric
+
+
+def test_the_age_of_the_last_checkpoint_survives_the_rank_that_has_written_it(
+    job: ReportedJob,
+) -> None:
+    job.place(0, 1)
+    job.report(0, pid=1, checkpoint_at=NOW - 30)
+    job.report(1, pid=2, checkpoint_at=NOW - 50)
+    assert job.values("farandole.checkpoint.age") == {"": 30}
+    job.now += 10
+    job.place(1)
+    job.report(1, load=LOAD)
+    assert job.values("farandole.checkpoint.age") == {"": 40}
+    assert job.values("farandole.job.age") == {"": 10}
+
+
+def test_the_alarms_of_the_page_fire_also_for_a_job_that_has_saved_nothing(tmp_path: Any) -> None:
+    (rules,) = re.findall(r"^```yaml\n(groups:.+?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    (tmp_path / "rules.yml").write_text(rules)
+    # Values of each minute.
+    series = {
+        'farandole_job_age_seconds{run="saves"}': "0+60x120",
+        'farandole_checkpoint_age_seconds{run="saves"}': "5+0x120",
+        'farandole_step_age_seconds{run="saves",rank="0"}': "1+0x120",
+        'farandole_job_age_seconds{run="never"}': "0+60x120",
+        'farandole_job_age_seconds{run="no longer"}': "0+60x120",
+        'farandole_checkpoint_age_seconds{run="no longer"}': "0+60x120",
+        'farandole_job_age_seconds{run="young"}': "0+1x120",
+        'farandole_step_age_seconds{run="young",rank="0"}': "1+0x120",
+        'farandole_step_age_seconds{run="young",rank="1"}': "0+60x120",
+    }
+
+    def alarms(minutes: int, name: str, *runs: str) -> dict[str, Any]:
+        fired = [{"exp_labels": {"run": run}} for run in runs]
+        return {"eval_time": f"{minutes}m", "alertname": name, "exp_alerts": fired}
+
+    test = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": text} for name, text in series.items()],
+        "alert_rule_test": [
+            alarms(30, "FarandoleDoesNotSave"),
+            alarms(90, "FarandoleDoesNotSave", "never", "no longer"),
+            alarms(5, "FarandoleHangs"),
+            alarms(90, "FarandoleHangs", "young"),
+        ],
+    }
+    path = tmp_path / "tests.yml"
+    path.write_text(json.dumps({"rule_files": ["rules.yml"], "tests": [test]}))
+    assert "SUCCESS" in promtool("test", "rules", str(path))
 
 
 def promtool(*words: str, text: str = "") -> str:
@@ -156,6 +304,7 @@ def test_the_board_has_valid_queries_of_metrics_that_exist(tmp_path: Any) -> Non
         "farandole_job_worlds_total",
         "farandole_store_retries_total",
         "farandole_checkpoint_age_seconds",
+        "farandole_job_age_seconds",
     } <= used
     queries = [
         query.replace("$__rate_interval", "1m").replace("$run", ".*")
@@ -167,11 +316,18 @@ def test_the_board_has_valid_queries_of_metrics_that_exist(tmp_path: Any) -> Non
     assert f"{len(queries)} rules found" in promtool("check", "rules", str(path))
 
 
-def test_steps_and_checkpoints_are_reported_once() -> None:
+def test_steps_and_checkpoints_are_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [10.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     progress = RankProgress()
-    assert set(progress.take_report()) == {"counters"}
-    for now, waited in ((10.0, 9.0), (10.5, 0.1), (11.5, 0.3)):
-        progress.end_step(now, waited)
+    progress.end_step()
+    assert set(progress.take_report()) == {"reported_at", "counters"}, "steps are not measured"
+    progress.measures_steps = True
+    for waited, seconds in ((9.0, 9.0), (0.1, 0.5), (0.3, 1.0)):
+        with progress.measure_reduction():
+            now[0] += waited
+        now[0] += seconds - waited
+        progress.end_step()
     progress.note_checkpoint()
     report = progress.take_report()
     # The first step has no begin.
@@ -276,7 +432,7 @@ def test_a_collector_gets_the_last_values_of_a_run_by_otlp(
     with export_run_metrics("digits", "") as run:
         assert run is not None
         run.put_row("", "run", {"restarts": 1, "losses": 3})
-        run.put_row("", "ranks", {"ranks": [RANK]})
+        run.put_row("", "ranks", {"ranks": [RANK | {"step_at": time.time()}]})
     values = collector.last_values()
     assert values["farandole.step.duration"] == ("s", False, 0.2)
     assert values["farandole.link.sent"] == ("By", True, 3e9)
@@ -316,7 +472,7 @@ def test_a_protocol_that_is_not_spoken_is_named_and_the_run_goes_on(
 def test_the_run_viewer_has_the_runs_of_its_store_as_metrics(tmp_path: Any) -> None:
     run = tmp_path / "runs" / "digits"
     run.mkdir(parents=True)
-    record = {"name": "digits", "state": "ended", "done": 3, "last": {"loss": 0.5}}
+    record = {"name": "digits", "state": "running", "done": 3, "last": {"loss": 0.5}}
     (run / "_record.json").write_text(json.dumps(record))
     (run / "checkpoint").write_bytes(b"bytes")
     with ui.show(str(tmp_path)) as viewer:

@@ -46,6 +46,11 @@ class CredentialFront(TroubleProxy):
             "Expiration": datetime.fromtimestamp(expires, UTC).isoformat().replace("+00:00", "Z"),
         }
 
+    def revoke_all(self):
+        """Ends the life of all keys now."""
+        with self._key_lock:
+            self._keys = {key: (token, 0.0) for key, (token, _) in self._keys.items()}
+
     def find_refusal(self, request, body):
         """Answers requests for keys, and refuses expired keys and denied paths."""
         query = parse_qs(body.decode(errors="replace")) if b"Action=AssumeRole" in body else {}

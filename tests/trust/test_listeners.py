@@ -269,6 +269,7 @@ def test_ranks_of_two_hosts_listen_where_they_are_told_to(setting):
 DISCOVERED = ["-np", "2", "--min-np", "2", "--host-discovery-script"]
 COMMANDS = {
     "fixed": (["-np", "2"], {}),
+    "metrics": (["-np", "2", "--metrics", "0"], {}),
     "elastic": (["-np", "2", "--min-np", "2", "-H", "localhost:2"], {}),
     "elastic with discovered hosts": (
         DISCOVERED,
@@ -312,6 +313,9 @@ def test_a_job_of_the_command_line_listens_on_loopback_alone(tmp_path, kind):
     found = re.findall(r"\('([0-9A-F]+)', (\d+)\)", done.stdout)
     assert done.stdout.count("listens") == 2
     assert {address for address, _ in found} == {LOOPBACK}, done.stdout
+    if kind == "metrics":
+        port = re.findall(r"metrics are at http://127\.0\.0\.1:(\d+)/", done.stderr)[0]
+        assert ("0100007F", port) in re.findall(r"\('([0-9A-F]+)', (\d+)\)", done.stdout)
     assert kind != "elastic with discovered hosts" or all(
         int(port) in RANGE for _, port in found
     ), done.stdout
@@ -325,4 +329,25 @@ def test_the_run_viewer_listens_on_loopback_alone(monkeypatch, tmp_path):
     with Viewer((str(tmp_path),)):
         ((address, _),) = sockets.listening() - before
         assert address == LOOPBACK
+    assert sockets.listening() == before
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("0", LOOPBACK),
+        ("127.0.0.2:0", "0200007F"),
+        ("[::1]:0", "00000000000000000000000001000000"),
+        ("0.0.0.0:0", EVERYWHERE),
+    ],
+)
+def test_metrics_are_served_on_loopback_or_where_the_setting_says(monkeypatch, setting, expected):
+    from farandole.runner.show.metrics_export import export_run_metrics
+
+    monkeypatch.setenv("FARANDOLE_BIND_ADDRESS", "0.0.0.0/0")
+    monkeypatch.setenv("FARANDOLE_METRICS", setting)
+    before = sockets.listening()
+    with export_run_metrics("digits"), export_run_metrics("letters"):
+        ((address, _),) = sockets.listening() - before
+        assert address == expected
     assert sockets.listening() == before

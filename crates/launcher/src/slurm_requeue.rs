@@ -15,6 +15,9 @@ use crate::launch_environment::LaunchEnvironment;
 const CONTROL_PROGRAM: &str = "scontrol";
 /// The state of a job that may be requeued.
 const RUNNING_STATE: &str = "RUNNING";
+/// Requeues of a job, by anything, after which it is not requeued any more. The state of a program
+/// may change without progress.
+const MAX_REQUEUES: u32 = 100;
 
 /// A batch job of Slurm. The element of an array is a job of its own.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -69,6 +72,9 @@ impl SlurmBatchJob {
         let status = query_job_status(&self.name, self.limit)?;
         if status.restarts != self.restarts {
             return Err("something else has requeued it".to_owned());
+        }
+        if self.restarts >= MAX_REQUEUES {
+            return Err(format!("it was started {} times already", self.restarts + 1));
         }
         if status.state != RUNNING_STATE {
             return Err(format!("its state is {}", status.state));

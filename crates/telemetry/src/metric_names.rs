@@ -36,13 +36,14 @@ pub struct MetricDefinition {
 }
 
 impl MetricDefinition {
-    /// Returns the name in Prometheus, by OpenTelemetry's rules: the unit is a suffix, and counters
-    /// end in `_total`.
+    /// Returns the name in Prometheus, by OpenTelemetry's rules: the unit is a suffix without the
+    /// words in braces, a rate ends in `_per_second`, and counters end in `_total`.
     pub fn prometheus_name(&self) -> String {
         let unit = match (self.unit, self.kind) {
             ("s", _) => "_seconds",
             ("By", _) => "_bytes",
             ("1", MetricKind::Gauge) => "_ratio",
+            (unit, _) if unit.ends_with("}/s") => "_per_second",
             _ => "",
         };
         let total = if self.kind == MetricKind::Counter { "_total" } else { "" };
@@ -67,10 +68,12 @@ pub const METRICS: &[MetricDefinition] = &[
         "Worlds that have formed. Each one after the first is a change of the membership.",
     ),
     counter("farandole.job.losses", "{loss}", "Workers and hosts that were lost."),
-    gauge("farandole.job.row_rate", "{row}/s", "Rows of all ranks in a second."),
+    gauge("farandole.job.age", "s", "Time since a running run has begun."),
+    gauge("farandole.job.rows", "{row}/s", "Rows of all ranks in a second."),
     gauge("farandole.step.duration", "s", "Mean time of a step of a rank."),
     gauge("farandole.step.data_wait", "1", "Share of a step that waits for data."),
     gauge("farandole.step.reduction_wait", "1", "Share of a step that waits for the reduction."),
+    gauge("farandole.step.age", "s", "Time since a step of a rank has ended."),
     counter(
         "farandole.rank.collective_wait",
         "s",
@@ -122,6 +125,7 @@ mod tests {
         }
         assert!(names.contains("farandole_link_sent_bytes_total"));
         assert!(names.contains("farandole_step_data_wait_ratio"));
+        assert!(names.contains("farandole_job_rows_per_second"));
         assert!(METRICS.iter().all(|one| one.help.ends_with('.') && !one.help.contains('\n')));
     }
 }

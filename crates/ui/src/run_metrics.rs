@@ -56,10 +56,13 @@ fn run_samples(found: &FoundRun, now: f64) -> Vec<MetricSample> {
         samples.extend(value.map(|value| sample(metric, &[], value)));
     };
     add("farandole.run.epochs", summary.done);
-    add("farandole.checkpoint.age", checkpoint_time(&found.files).map(|at| (now - at).max(0.0)));
     if matches!(summary.state.as_str(), "running" | "silent") {
-        let silence = |updated: f64| (now - updated / MILLISECONDS_PER_SECOND).max(0.0);
-        add("farandole.run.silence", summary.updated.map(silence));
+        let age = |at: f64| (now - at / MILLISECONDS_PER_SECOND).max(0.0);
+        add("farandole.run.silence", summary.updated.map(age));
+        add("farandole.job.age", summary.started.map(age));
+        // An alarm for old checkpoints must end with its run.
+        let saved_at = checkpoint_time(&found.files);
+        add("farandole.checkpoint.age", saved_at.map(|at| (now - at).max(0.0)));
         add("farandole.job.ranks", summary.size);
     }
     samples.extend(
@@ -96,6 +99,7 @@ mod tests {
                 "updated": 2000, "last": {"loss": 0.5}}"#,
         );
         write("runs/a/checkpoint", "bytes");
+        write("runs/b/checkpoint", "bytes");
         write("runs/b/_record.json", r#"{"name": "b", "state": "ended", "started": 500}"#);
         let catalog = RunCatalog::open(&[folder.path().to_string_lossy().into_owned()]).unwrap();
         let text = format_run_metrics(&catalog).unwrap();
@@ -114,5 +118,8 @@ mod tests {
         let age: f64 = age.unwrap().rsplit(' ').next().unwrap().parse().unwrap();
         assert!((0.0..3600.0).contains(&age), "{age}");
         assert!(!text.contains(r#"farandole_run_silence_seconds{run="0/b""#));
+        assert!(text.contains(&format!("farandole_job_age_seconds{{{labels}}}")));
+        assert!(!text.contains(r#"farandole_job_age_seconds{run="0/b""#));
+        assert!(!text.contains(r#"farandole_checkpoint_age_seconds{run="0/b""#));
     }
 }

@@ -149,6 +149,8 @@ class State:
     def _keep_commit(self) -> None:
         self.save()
         self._commits += 1
+        if self._stored_commits is not None:
+            self._stored_commits.note_plain_values(self._saved_values)
         self._write_commit_if_due()
 
     def check_host_updates(self) -> None:
@@ -227,6 +229,8 @@ class State:
         """
         if not suspension.may_be_suspended() or self._rank() != 0:
             return
+        # An earlier world may have been lost after its report.
+        suspension.withdraw_report()
         if self._stored_commits is None:
             _log.warning(
                 "farandole run --requeue continues a job from its last commit in a store, and this "
@@ -377,6 +381,10 @@ class State:
 
     def _apply_commit(self, content: Any) -> None:
         """Applies the result of `_unpack_commit` to this state."""
+        raise NotImplementedError
+
+    def _saved_values(self) -> dict[str, Any]:
+        """Returns attributes that are no arrays, as they were kept last."""
         raise NotImplementedError
 
     def _plain_values(self, content: Any) -> dict[str, Any]:
@@ -597,6 +605,8 @@ def _with_stored_commits(state: State) -> Iterator[None]:
             state._wait_for_commit_write()  # noqa: SLF001 - its own module's
             raise
         state._finish_commit_writes()  # noqa: SLF001 - its own module's
+        if suspension.may_be_suspended() and state._is_writer:  # noqa: SLF001 - as above
+            suspension.withdraw_report()  # the function may have caught `JobSuspended`
     except WorkerDismissed:
         state._hand_over_lease()  # noqa: SLF001 - its own module's
         raise

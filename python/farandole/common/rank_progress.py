@@ -7,10 +7,14 @@ An optimizer measures its steps only if the driver shows them and no estimator m
 
 from __future__ import annotations
 
+import contextlib
 import time
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from farandole._native import metrics
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 class RankProgress:
@@ -26,23 +30,39 @@ class RankProgress:
     def __init__(self) -> None:
         self.measures_steps = False
         self._steps = 0
-        self._step_seconds = self._reduce_seconds = 0.0
+        self._step_seconds = self._reduce_seconds = self._pending_reduce_seconds = 0.0
         self._last_step_end: float | None = None
+        self._step_at: float | None = None
         self._checkpoint_at: float | None = None
         self._reported = (0, 0.0, 0.0)
 
-    def end_step(self, now: float, reduce_seconds: float) -> None:
-        """Counts a step from the end of the one before.
-
-        Args:
-            now: `time.perf_counter()`.
-            reduce_seconds: Time for which the step has waited for the reduction of gradients.
+    @contextlib.contextmanager
+    def measure_reduction(self) -> Iterator[None]:
+        """Measures a wait for the reduction of gradients. It belongs to the step that ends next,
+        also if a script waits before it calls the optimizer's step, to clip gradients for example.
         """
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._pending_reduce_seconds += time.perf_counter() - began
+
+    def end_step(self) -> None:
+        """Counts a step from the end of the one before, if optimizers measure the steps."""
+        if not self.measures_steps:
+            return
+        now = time.perf_counter()
         if self._last_step_end is not None:
             self._step_seconds += now - self._last_step_end
-            self._reduce_seconds += reduce_seconds
+            self._reduce_seconds += self._pending_reduce_seconds
             self._steps += 1
+        self._pending_reduce_seconds = 0.0
         self._last_step_end = now
+        self.note_step()
+
+    def note_step(self) -> None:
+        """Takes note that a step has ended, which the optimizer or an estimator has measured."""
+        self._step_at = time.time()
 
     def note_checkpoint(self) -> None:
         """Takes note that a checkpoint or commit was written to a store."""
@@ -50,14 +70,20 @@ class RankProgress:
 
     def take_report(self) -> dict[str, Any]:
         """Returns the means over the steps since the last call, in seconds, the counters of this
-        process, and the time of the last checkpoint in seconds since 1970.
+        process, and the times of the report, of the last step and of the last checkpoint in seconds
+        since 1970.
         """
-        report: dict[str, Any] = {"counters": metrics.process_counters()}
+        report: dict[str, Any] = {
+            "reported_at": time.time(),
+            "counters": metrics.process_counters(),
+        }
         before, now = self._reported, (self._steps, self._step_seconds, self._reduce_seconds)
         self._reported = now
         if (steps := now[0] - before[0]) > 0:
             report["step_seconds"] = (now[1] - before[1]) / steps
             report["reduce_seconds"] = (now[2] - before[2]) / steps
+        if self._step_at is not None:
+            report["step_at"] = self._step_at
         if self._checkpoint_at is not None:
             report["checkpoint_at"] = self._checkpoint_at
         return report

@@ -105,3 +105,13 @@ def report_suspension(stored: StoredCommits, commits: int) -> None:
             "the report of it, so the job is not requeued: a job that is submitted again "
             "continues from the commit"
         )
+
+
+def withdraw_report() -> None:
+    """Withdraws an earlier report of a suspension on rank 0: the job continues, or has ended by
+    itself.
+    """
+    from farandole._native import launcher  # noqa: PLC0415 - few jobs are suspended
+
+    launcher.report_record(SUSPENSION_KIND, b"{}")
+    launcher.flush_reports(_REPORT_FLUSH_SECONDS)

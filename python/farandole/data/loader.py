@@ -26,6 +26,7 @@ from farandole.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
 from farandole.data.data_memory_budget import choose_cache_directory, default_byte_budget
 from farandole.data.datasets import open_parquet, refuse_types_for_table
 from farandole.data.encoding_learning import read_encoding
+from farandole.data.inputs.catalog_names import resolve_table_names
 from farandole.data.inputs.tables import is_table, open_if_table, open_table
 from farandole.data.loader_arguments import native_reader_types, numeric_fill_by_column
 from farandole.data.row_assignment import RowAssignment, RowPiece, UnassignedRows
@@ -93,7 +94,8 @@ class ParquetLoader(BaseDataLoader):
             path_or_dataset: A directory of Parquet files, prepared by Farandole or by anybody; one
                 file, a pattern such as `/data/2024-*/*.parquet`, or a list of files, directories
                 and patterns; a Delta or Iceberg table, by its path, as an object of deltalake or
-                pyiceberg, or at a version that `open_table` chose; or what `Dataset.open` made.
+                pyiceberg, or at a version that `open_table` chose; a table of Unity Catalog,
+                `uc://catalog.schema.table`; or what `Dataset.open` made.
             batch_size: Rows of one batch of this rank.
             columns: Columns to read; default: all numbers, and vectors of one length. Rank 0 logs a
                 warning that names the others. Columns of strings and bytes are read if they are
@@ -606,6 +608,7 @@ def _resolve_paths_and_options(
     """Returns full paths, and applies the options of their stores."""
     from farandole.stores import store_options  # noqa: PLC0415 - loaded with fsspec
 
+    given = resolve_table_names(given, storage_options)
     is_single = isinstance(given, str | os.PathLike)
     urls = tuple(full_path(os.fspath(path)) for path in ((given,) if is_single else given))
     if storage_options:

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from farandole.data.encoding import ColumnEncoding
     from farandole.data.ragged import Nested, Pad, RaggedColumn
     from farandole.stores.store import AbstractFilesystemStore
+    from farandole.stores.store_options import StorageOptions
 
 PARTITION_TARGET_BYTES = 128 << 20
 """Bytes in memory that become one partition, which is one file of each side."""
@@ -78,6 +79,8 @@ class PreparedData:
         default=None, repr=False, compare=False
     )
     statistics: Statistics | None = field(default=None, repr=False, compare=False)
+    source_options: tuple[StorageOptions, ...] = field(default=(), repr=False, compare=False)
+    """Options of the places of rows that no store of this process has, for all that read them."""
 
     @property
     def categories(self) -> dict[str, list[Any]]:
@@ -143,7 +146,8 @@ def prepare_data(
 
     Sources, in bounded memory: Parquet, CSV, JSON (one object a line) and Arrow IPC files, by path,
     directory, pattern or a list of paths, in any store; Delta tables (with the extra `delta`);
-    pyarrow tables and datasets, pandas and polars frames, and anything that streams Arrow.
+    tables of Unity Catalog, `uc://catalog.schema.table`; pyarrow tables and datasets, pandas and
+    polars frames, and anything that streams Arrow.
     Directories named `column=value` are columns.
 
     The data stays in the store until `Store.gc` deletes it. Estimators train on it by

@@ -181,6 +181,17 @@ def apply_options_covering_url(url: str) -> None:
             options.apply_to_process()
 
 
+def request_credentials(url: str) -> dict[str, str]:
+    """Returns the present credentials of the function in the options of a URL; empty without one.
+
+    Args:
+        url: URL of a file or directory.
+    """
+    name = native.configured_options(url).get(CREDENTIALS_OPTION, "")
+    function = _CREDENTIAL_FUNCTIONS.get(name)
+    return {} if function is None else _credentials_as_texts(function())
+
+
 def _require_bucket_in_url(url: str) -> None:
     """Refuses a place that is not below one bucket, container or host.
 

@@ -19,6 +19,7 @@ import torch
 
 from farandole.common import basics
 from farandole.common.process_sets import global_process_set
+from farandole.common.rank_progress import OWN_PROGRESS
 from farandole.common.util import Average, Sum
 from farandole.torch._allreduce import allreduce
 from farandole.torch._forward_overlap import ForwardOverlap
@@ -152,6 +153,7 @@ class _ShardedOptimizer(torch.optim.Optimizer):
             previous.finish_gather()
         if self._overlap is not None:
             self._overlap.defer(deferred)
+        OWN_PROGRESS.end_step()
         return loss
 
     def _defers(self, bucket: ShardedBucket) -> bool:
@@ -300,7 +302,8 @@ class _ShardedOptimizer(torch.optim.Optimizer):
                 "change them: create the optimizer again and load its state"
             )
         if not self._is_reduced:
-            self._reducer.finish_reductions(self.param_groups)
+            with OWN_PROGRESS.measure_reduction():
+                self._reducer.finish_reductions(self.param_groups)
             self._is_reduced = True
 
     def _parameter_numbers(self) -> dict[torch.Tensor, int]:

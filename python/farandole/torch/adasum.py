@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from farandole.common.rank_progress import OWN_PROGRESS
 from farandole.torch._allreduce import grouped_allreduce
 from farandole.torch._unwrapped_copies import unwrapped_copy_recipe
 from farandole.torch.compression import Compression, Compressor
@@ -91,7 +92,9 @@ class _DistributedAdasumOptimizer(torch.optim.Optimizer):
                 as before.
         """
         if self._reduction is None:
-            return super().step(closure)
+            result = super().step(closure)
+            OWN_PROGRESS.end_step()
+            return result
         parameters = [
             parameter
             for group in self.param_groups
@@ -106,13 +109,15 @@ class _DistributedAdasumOptimizer(torch.optim.Optimizer):
             ]
             for parameter, start in zip(parameters, starts, strict=True):
                 parameter.copy_(start)
-            combined = grouped_allreduce(
-                changes,
-                name="adasum",
-                compression=self._compression,
-                op=self._reduction.op,
-                process_set=self._reduction.process_set,
-            )
+            with OWN_PROGRESS.measure_reduction():
+                combined = grouped_allreduce(
+                    changes,
+                    name="adasum",
+                    compression=self._compression,
+                    op=self._reduction.op,
+                    process_set=self._reduction.process_set,
+                )
             for parameter, change in zip(parameters, combined, strict=True):
                 parameter.add_(change)
+        OWN_PROGRESS.end_step()
         return result

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -77,7 +76,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             FarandoleInternalError: When a peer failed or the session was shut down.
         """
         if self._reducer is not None:
-            self._reducer.finish_reductions(self.param_groups)
+            with OWN_PROGRESS.measure_reduction():
+                self._reducer.finish_reductions(self.param_groups)
             self._synchronized = True
 
     @contextmanager
@@ -121,7 +121,6 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             ValueError: When ranks disagree about a gradient.
             FarandoleInternalError: When a peer failed or the session was shut down.
         """
-        waited = 0.0
         if self._tolerance is not None:
             result = self._fault_tolerant_step(closure)
         elif self._reducer is None or self._skips_synchronize or self._is_reduced_for_scaler():
@@ -138,12 +137,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                     "optimizer.synchronize() in your code.",
                     stacklevel=2,
                 )
-            began = time.perf_counter()
             self.synchronize()
-            waited = time.perf_counter() - began
             result = super().step()
-        if OWN_PROGRESS.measures_steps:
-            OWN_PROGRESS.end_step(time.perf_counter(), waited)
+        OWN_PROGRESS.end_step()
         self._synchronized = False
         self._was_reduced_for_scaler = False
         return result

@@ -175,6 +175,7 @@ impl RecordSink for SuspensionReportSink {
     }
 }
 
+/// Returns the report of a record; `None` for the empty record, by which rank 0 withdraws it.
 fn parse_report(data: &[u8]) -> Option<SuspensionReport> {
     let record: serde_json::Value = serde_json::from_slice(data).ok()?;
     Some(SuspensionReport {
@@ -221,8 +222,7 @@ mod tests {
             report: Arc::clone(&taken),
             next: Arc::clone(&passed) as Arc<dyn RecordSink>,
         };
-        let send = |rank, kind: &str| {
-            let data = br#"{"commit": 12, "directory": "/store/runs/digits", "progress": true}"#;
+        let send_data = |rank, kind: &str, data: &[u8]| {
             sink.accept_record(WorkerRecord::Metric(WorkerMetric {
                 task: 0,
                 rank,
@@ -230,12 +230,15 @@ mod tests {
                 data: data.to_vec(),
             }));
         };
+        let data = br#"{"commit": 12, "directory": "/store/runs/digits", "progress": true}"#;
+        let send = |rank, kind: &str| send_data(rank, kind, data);
         send(Some(1), SUSPENSION_RECORD_KIND);
         send(Some(0), "rank");
         assert_eq!(*taken.lock().unwrap(), None);
         send(Some(0), SUSPENSION_RECORD_KIND);
         assert_eq!(*taken.lock().unwrap(), Some(report(true)));
         assert_eq!(*passed.0.lock().unwrap(), [SUSPENSION_RECORD_KIND, "rank"]);
-        assert_eq!(parse_report(b"{}"), None);
+        send_data(Some(0), SUSPENSION_RECORD_KIND, b"{}");
+        assert_eq!(*taken.lock().unwrap(), None, "rank 0 has withdrawn it");
     }
 }

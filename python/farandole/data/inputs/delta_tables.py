@@ -53,6 +53,23 @@ _PRIMITIVE_TYPES = {
     "date": "date32",
 }
 
+_DELTA_CREDENTIAL_NAMES = {
+    "s3": {
+        "key": "aws_access_key_id",
+        "AccessKeyId": "aws_access_key_id",
+        "secret": "aws_secret_access_key",
+        "SecretAccessKey": "aws_secret_access_key",
+        "token": "aws_session_token",
+        "SessionToken": "aws_session_token",
+    },
+    "ab": {
+        "sas_token": "azure_storage_sas_key",
+        "account_key": "azure_storage_account_key",
+        "token": "azure_storage_token",
+    },
+}
+"""Options of deltalake for values of a function of credentials, by the begin of a scheme."""
+
 
 def is_delta_table(value: Any) -> bool:
     """Returns whether a value is a table of deltalake, at any of its versions.
@@ -91,13 +108,8 @@ def open_delta_table(
         if directory.local_path is not None
         else (directory.url, native.object_store_options(directory.url))
     )
-    own = sorted({"credentials", "profile"} & set(options or {}))
-    if own:
-        raise ValueError(
-            f"{path} is a Delta table, and deltalake, which reads its log, does not know the "
-            f"storage option {own[0]!r}: give keys as options, or in the environment (AWS_PROFILE "
-            "for a profile)"
-        )
+    if options is not None:
+        options = _delta_storage_options(path, directory.url, options)
     try:
         table = DeltaTable(at, version=version, storage_options=options)
         if timestamp is not None:
@@ -105,6 +117,35 @@ def open_delta_table(
     except Exception as error:
         raise _explain_delta_error(error, f"the Delta table {path}") from error
     return table
+
+
+def _delta_storage_options(path: str, url: str, options: dict[str, str]) -> dict[str, str]:
+    """Returns options as deltalake knows them. Credentials of a function are the present ones: only
+    the log is read with them.
+
+    Raises:
+        ValueError: There is an option that deltalake does not know.
+    """
+    from farandole.stores.store_options import (  # noqa: PLC0415 - loaded with fsspec
+        CREDENTIALS_OPTION,
+        request_credentials,
+    )
+
+    given = {name: value for name, value in options.items() if name != CREDENTIALS_OPTION}
+    names = _DELTA_CREDENTIAL_NAMES.get(url[:2], {})
+    unknown = sorted({"profile"} & set(given))
+    for name, value in request_credentials(url).items():
+        if name in names:
+            given[names[name]] = value
+        elif name not in ("expires", "Expiration"):
+            unknown.append(f"{CREDENTIALS_OPTION}: {name}")
+    if unknown:
+        raise ValueError(
+            f"{path} is a Delta table, and deltalake, which reads its log, does not know the "
+            f"storage option {unknown[0]!r}: give keys as options, or in the environment "
+            "(AWS_PROFILE for a profile)"
+        )
+    return given
 
 
 def _explain_delta_error(error: Exception, name: str) -> Exception:

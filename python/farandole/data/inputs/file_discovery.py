@@ -137,7 +137,13 @@ def arrow_filesystem(path: str) -> Any:
 def _split_path(path: str) -> tuple[str, str]:
     whole = native.full_path(path).rstrip("/")
     directory, _, name = whole.rpartition("/")
-    return (whole, "") if directory.endswith(("/", ":")) else (directory, name)
+    if directory.endswith(("/", ":")):
+        return whole, ""
+    # Credentials for a directory alone are none for the directory above it.
+    has_own_options = native.configured_options(whole) != native.configured_options(directory)
+    if has_own_options and native.Store(whole).list_directory():
+        return whole, ""
+    return directory, name
 
 
 def _path_exists(directory: str, name: str) -> bool:

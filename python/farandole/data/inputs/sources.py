@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from farandole.data.inputs.catalog_names import resolve_table_names
 from farandole.data.inputs.directory_partitions import (
     common_directory,
     fragment_partition_values,
@@ -89,7 +90,7 @@ def open_source(
         ValueError: Files that cannot be read, or that disagree; the message names the file.
         TypeError: Nothing that holds rows.
     """
-    opened = _open_rows(source, format, types, options)
+    opened = _open_rows(resolve_table_names(source), format, types, options)
     if opened is not None:
         return decode_tensors(decode_run_ends(opened))  # types that only Arrow has
     kind = type(source)

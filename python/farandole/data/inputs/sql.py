@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from farandole.data.inputs.catalog_names import resolve_table_names
 from farandole.data.inputs.frames import in_memory_table
 from farandole.data.inputs.int96 import check_int96_files, read_int96_as_microseconds
 from farandole.data.inputs.legacy_calendar import refuse_ambiguous_files
@@ -118,6 +119,7 @@ def _register_table(
     types: Mapping[str, Any] | None,
     options: Mapping[str, Any] | None,
 ) -> str | None:
+    source = resolve_table_names(source)
     at_version = open_if_table(source)
     if at_version is not None:
         plain = table_as_plain_dataset(at_version)

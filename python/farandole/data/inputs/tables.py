@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from farandole.data.inputs.catalog_names import resolve_table_names
 from farandole.data.inputs.delta_tables import delta_snapshot, is_delta_table, open_delta_table
 from farandole.data.inputs.iceberg_tables import (
     iceberg_snapshot,
@@ -82,7 +83,8 @@ def open_table(
     pickled for other processes.
 
     Args:
-        source: Path or URL of the directory of a table; or a table of deltalake or pyiceberg.
+        source: Path or URL of the directory of a table, or `uc://catalog.schema.table`; or a table
+            of deltalake or pyiceberg.
         version: Version of a Delta table, or number of a snapshot of an Iceberg table; default: the
             newest.
         timestamp: Chooses the newest version that is not younger: a datetime or ISO 8601; without a
@@ -95,6 +97,7 @@ def open_table(
     """
     if version is not None and timestamp is not None:
         raise ValueError("at most one of version and timestamp may be given")
+    source = resolve_table_names(source)
     found = open_if_table(source, version, timestamp)
     if found is None:
         raise ValueError(f"neither a Delta table nor an Iceberg table: {source}")

@@ -171,9 +171,11 @@ class TrainingRun(JobObserver):
         """
         if not self._reporters:
             return
-        self._rank_facts.setdefault(task, {}).update(
-            {name: json_safe(value) for name, value in record.items()}
-        )
+        facts = self._rank_facts.setdefault(task, {})
+        pid = facts.get("pid")
+        if pid is not None and record.get("pid", pid) != pid:
+            facts.clear()  # of an earlier process of the task
+        facts.update({name: json_safe(value) for name, value in record.items()})
         now = time.monotonic()
         if now - self._ranks_at >= _RANK_INTERVAL:
             self._put_ranks(logged=now - self._logged_at >= _LOGGED_RANK_INTERVAL)

@@ -178,8 +178,8 @@ class FarandoleEstimator(ClassificationParams, EstimatorHooks, Estimator[Any]):
             path: the training rows, if they are not in the store: a file, a pattern such as
                 `/data/2024-*/*.parquet`, a directory, or a list of files, directories and patterns;
                 a Delta or Iceberg table, by its path, as an object of deltalake or pyiceberg, or at
-                a version that `farandole.data.open_table` chose. All training processes must see
-                the files.
+                a version that `farandole.data.open_table` chose; or a table of Unity Catalog,
+                `uc://catalog.schema.table`. All training processes must see the files.
             val_path: the same for the validation rows.
             types: types of columns whose values are in names of directories, by NumPy's name or
                 `string`, as for `ParquetLoader`: `{"code": "string"}`. Only with `path`.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from farandole._native import prepare as native
 from farandole._native.store import Store as NativeStore
 from farandole.data.datasets import is_directory_path
+from farandole.data.inputs.catalog_names import resolve_table_names
 from farandole.data.inputs.tables import is_table, open_if_table, open_table
 from farandole.data.loader_arguments import native_reader_types
 from farandole.stores.lease_files import LeaseFile
@@ -92,7 +93,7 @@ class ExistingDataPaths:
 def _resolve_row_location(name: str, rows: Any) -> str | list[str] | TableSnapshot:
     if is_table(rows):
         return open_table(rows)
-    texts = _path_texts(name, rows)
+    texts = resolve_table_names(_path_texts(name, rows))
     return open_if_table(texts) or texts
 
 

@@ -57,9 +57,11 @@ if TYPE_CHECKING:
 
     from pyspark.sql import DataFrame
 
+    from farandole._native.reader import Dataset
     from farandole.data.encoding_learning import EncodingLearner
     from farandole.data.validation_splits import ValidationSplit
     from farandole.stores.store import AbstractFilesystemStore
+    from farandole.stores.store_options import StorageOptions
 
 _PARTITION_RESULT_SCHEMA = "partition int, error string, is_store_error boolean, part binary"
 _MAX_IDLE_ENTRIES = 8
@@ -347,7 +349,20 @@ def find_existing_data(
         columns=columns,
         reused=True,
         encoding=encoding,
+        source_options=_options_of_paths(paths, train, val),
     )
+
+
+def _options_of_paths(
+    paths: ExistingDataPaths, train: Dataset, val: Dataset | None
+) -> tuple[StorageOptions, ...]:
+    """Returns the options with which this process reads the user's paths; workers need them."""
+    if not paths.given:
+        return ()
+    from farandole.stores.store_options import StorageOptions
+
+    opened = [StorageOptions.for_url(each.url) for each in (train, val) if each is not None]
+    return tuple(filter(None, opened))
 
 
 def _lookup_entry(key: str, frame: DataFrame | None) -> _PreparedEntry | None:

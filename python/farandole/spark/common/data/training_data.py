@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from farandole.data.ragged import RaggedColumn
     from farandole.spark.common.params import EstimatorParams
     from farandole.stores.remote_store import RemoteStore
+    from farandole.stores.store_options import StorageOptions
 
 _Source = TypeVar("_Source", bound=BatchSource)
 
@@ -57,6 +58,8 @@ class TrainingDataSpec:
     in_memory: bool
     missing: MissingValuePolicy
     ragged: Mapping[str, RaggedColumn] = field(default_factory=dict)
+    source_options: tuple[StorageOptions, ...] = ()
+    """Options of the places of the rows, which take effect when this object is unpickled."""
 
     def create_data_module(
         self,
@@ -224,6 +227,7 @@ def training_data_spec(
         in_memory=estimator.getInmemoryCacheAll(),
         missing=missing_value_policy(estimator, prepared),
         ragged={name: one for name, one in prepared.ragged.items() if name in columns},
+        source_options=prepared.source_options,
     )
 
 

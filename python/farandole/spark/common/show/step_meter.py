@@ -143,6 +143,7 @@ class StepMeter:
         self._steps += 1
         self._rows += rows
         self._last_step_end = now
+        OWN_PROGRESS.note_step()
         if now - self._last_report >= _REPORT_INTERVAL_SECONDS:
             self._report_means()
 

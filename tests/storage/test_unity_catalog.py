@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Tables of Unity Catalog by name, on S3: their credentials expire, and are revoked, while the
+tables are read.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import cloudpickle
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tests.pages import blocks_of
+from tests.storage.credential_front import CredentialFront
+from tests.unity_catalog_server import TOKEN, running_catalog
+
+from farandole._native import store as native
+from farandole.data import ParquetLoader, open_table, prepare_data
+from farandole.stores.filesystem import StoreFileSystem
+from farandole.stores.store_options import StorageOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.unity_catalog_server import UnityCatalogServer
+
+ROWS, FILES = 60, 6
+LIFE = 1.5
+"""Seconds that a key is valid."""
+NAME = "main.sales.clicks"
+
+
+@pytest.fixture
+def front(s3_options: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[CredentialFront]:
+    """An S3 service whose keys live shortly, and an environment without keys."""
+    for name in [name for name in os.environ if name.startswith(("AWS_", "DATABRICKS_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("FARANDOLE_STORE_TIMEOUT", "3")
+    proxy = CredentialFront(urlsplit(s3_options["endpoint_url"]).netloc, LIFE)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture
+def catalog(
+    front: CredentialFront, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[UnityCatalogServer]:
+    """A workspace that gives out keys of the service."""
+
+    def give_credentials(_: str) -> dict[str, Any]:
+        keys = front.grant()
+        fields = {
+            "access_key_id": keys["AccessKeyId"],
+            "secret_access_key": keys["SecretAccessKey"],
+            "session_token": keys["SessionToken"],
+        }
+        expires = int((time.time() + LIFE) * 1000)
+        return {"aws_temp_credentials": fields, "expiration_time": expires}
+
+    with running_catalog() as server:
+        monkeypatch.setenv("DATABRICKS_HOST", server.url)
+        monkeypatch.setenv("DATABRICKS_TOKEN", TOKEN)
+        server.credentials = give_credentials
+        yield server
+
+
+@pytest.fixture
+def rows() -> pa.Table:
+    numbers = np.arange(ROWS)
+    return pa.table({"row": numbers, "x": numbers / ROWS, "y": 2.0 * numbers / ROWS})
+
+
+@pytest.fixture
+def table(
+    request: pytest.FixtureRequest,
+    catalog: UnityCatalogServer,
+    s3_options: dict[str, str],
+    prefix: str,
+    rows: pa.Table,
+    tmp_path: Any,
+) -> str:
+    """The name of a table of several files in the format of the test."""
+    form, location = request.param, f"s3://bucket/{prefix}/clicks"
+    StorageOptions((f"s3://bucket/{prefix}",), s3_options).apply_to_process()
+    size = ROWS // FILES
+    parts = [rows.slice(number * size, size) for number in range(FILES)]
+    if form == "DELTA":
+        deltalake = pytest.importorskip("deltalake", reason="deltalake is not installed")
+        for part in parts:
+            deltalake.write_deltalake(str(tmp_path / "clicks"), part, mode="append")
+        StoreFileSystem().put(f"{tmp_path}/clicks", location, recursive=True)
+    else:
+        for number, part in enumerate(parts):
+            with StoreFileSystem().open(f"{location}/{number}.parquet", "wb") as file:
+                pq.write_table(part, file)
+    native.configure_options(f"s3://bucket/{prefix}", {})
+    catalog.add_table(NAME, location, form)
+    return f"uc://{NAME}"
+
+
+both_formats = pytest.mark.parametrize("table", ["PARQUET", "DELTA"], indirect=True)
+
+
+def read_for(loader: ParquetLoader, seconds: float) -> int:
+    """Reads epochs for some time; their number."""
+    epochs, end = 0, time.monotonic() + seconds
+    while time.monotonic() < end:
+        found = np.concatenate([batch["row"] for batch in loader])
+        assert sorted(found) == list(range(ROWS))
+        epochs += 1
+        time.sleep(0.05)
+    return epochs
+
+
+@both_formats
+def test_a_loader_reads_a_table_by_its_name_and_renews_its_credentials(
+    table: str, catalog: UnityCatalogServer, front: CredentialFront
+) -> None:
+    loader = ParquetLoader(table, 7, seed=1)
+    before = front.granted
+    assert read_for(loader, 3 * LIFE) > 1
+    assert 2 <= front.granted - before <= 10, "each of them is used for a while"
+    assert catalog.requests.count(f"GET /api/2.1/unity-catalog/tables/{NAME}") == 1
+
+
+@pytest.mark.parametrize("table", ["PARQUET"], indirect=True)
+def test_credentials_that_were_revoked_are_replaced(table: str, front: CredentialFront) -> None:
+    loader = ParquetLoader(table, 7, seed=1)
+    front.life = 3600.0
+    read_for(loader, 0.2)
+    front.revoke_all()
+    before = front.granted
+    read_for(loader, 0.2)
+    assert front.granted > before
+
+
+@both_formats
+def test_a_name_without_its_scheme_is_prepared(
+    table: str, front: CredentialFront, tmp_path: Any
+) -> None:
+    with prepare_data(
+        table.removeprefix("uc://"), str(tmp_path / "store"), label_cols=["y"], validation=0.2
+    ) as data:
+        assert data.train_rows + data.val_rows == ROWS
+
+
+@both_formats
+def test_the_block_of_the_page_reads_a_table(
+    table: str,
+    tmp_path: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = blocks_of("docs/databricks.md")
+    (block,) = [block for block in page if block.kind == "python" and block.why_not is None]
+    assert table in block.text
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block.text, str(block), "exec"), {})
+    *batches, rows = capsys.readouterr().out.splitlines()
+    assert sum(int(line.split()[0]) for line in batches) == ROWS
+    assert sum(map(int, rows.split())) == ROWS
+
+
+@both_formats
+def test_a_pickled_loader_needs_no_environment(
+    table: str, catalog: UnityCatalogServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = cloudpickle.dumps(ParquetLoader(table, 7, seed=1))
+    for name in ("DATABRICKS_HOST", "DATABRICKS_TOKEN"):
+        monkeypatch.delenv(name)
+    loader = pickle.loads(data)
+    native.configure_options(loader.dataset.url, {})
+    assert read_for(pickle.loads(data), 2 * LIFE) > 1
+
+
+@pytest.mark.parametrize("table", ["DELTA"], indirect=True)
+def test_a_table_may_be_opened_at_a_version(table: str, front: CredentialFront) -> None:
+    old = open_table(table, version=1)
+    assert old.open_dataset().rows == 2 * ROWS // FILES
+    assert open_table(table).open_dataset().rows == ROWS
+
+
+@both_formats
+def test_the_ranks_of_a_fit_renew_the_credentials(
+    table: str, front: CredentialFront, tmp_path: Any
+) -> None:
+    import torch
+
+    from farandole.spark.common import LocalBackend, Store
+    from farandole.spark.torch import TorchEstimator
+
+    model = torch.nn.Linear(1, 1)
+    estimator = TorchEstimator(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=torch.nn.functional.mse_loss,
+        feature_cols=["x"],
+        label_cols=["y"],
+        batch_size=10,
+        epochs=4,
+        transformation_fn=wait_and_return,
+        backend=LocalBackend(2, verbose=0),
+        store=Store.create(str(tmp_path / "store")),
+        verbose=0,
+    )
+    fitted = estimator.fit_on_parquet(path=table)
+    assert len(fitted.getHistory()) == 4
+    assert front.granted >= 6, "each rank has requested them several times"
+
+
+def wait_and_return(batch: Any) -> Any:
+    """Makes an epoch last longer than the credentials."""
+    time.sleep(0.3)
+    return batch

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""A server for tests with the requests of a Databricks workspace by which tables of Unity Catalog
+are read: tables, temporary credentials, sign-in of clients.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import itertools
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, unquote
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+TOKEN = "hidden-token-of-a-user"
+CLIENT = ("client", "hidden-secret-of-a-client")
+API = "/api/2.1/unity-catalog"
+
+
+class UnityCatalogServer(ThreadingHTTPServer):
+    """Answers until it is closed.
+
+    Attributes:
+        tables: answers of the catalog by the names of tables.
+        credentials: returns the answer to a request for the credentials of a table.
+        answers: status and body of the next answers, instead of the right ones.
+        requests: methods and paths of all requests.
+        sign_ins: number of tokens that clients got.
+        token_life: seconds that a client's token is valid, as the server says.
+    """
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _CatalogRequest)
+        self.tables: dict[str, dict[str, Any]] = {}
+        self.credentials: Callable[[str], dict[str, Any]] = lambda _: {}
+        self.answers: list[tuple[int, bytes, dict[str, str]]] = []
+        self.requests: list[str] = []
+        self.sign_ins, self.token_life = 0, 3600.0
+        self._numbers = itertools.count(1)
+
+    @property
+    def url(self) -> str:
+        """The host, as `DATABRICKS_HOST` has it."""
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def add_table(self, name: str, location: str, form: str = "DELTA", **fields: Any) -> None:
+        """Adds a table."""
+        number = f"00000000-0000-0000-0000-{next(self._numbers):012}"
+        self.tables[name] = {
+            "full_name": name,
+            "table_id": number,
+            "table_type": "EXTERNAL",
+            "data_source_format": form,
+            "storage_location": location,
+            **fields,
+        }
+
+    def valid_tokens(self) -> set[str]:
+        """The tokens with which requests are answered: of a client, only the last one."""
+        return {TOKEN, f"hidden-oauth-{self.sign_ins}"}
+
+
+class _CatalogRequest(BaseHTTPRequestHandler):
+    server: UnityCatalogServer
+
+    def do_GET(self) -> None:
+        """Answers a request without a body."""
+        self._answer(b"")
+
+    def do_POST(self) -> None:
+        """Answers a request with a body."""
+        self._answer(self.rfile.read(int(self.headers["Content-Length"])))
+
+    def _answer(self, body: bytes) -> None:
+        server = self.server
+        server.requests.append(f"{self.command} {self.path}")
+        headers: dict[str, str] = {}
+        if server.answers:
+            status, data, headers = server.answers.pop(0)
+        else:
+            status, found = self._find_answer(body)
+            data = json.dumps(found).encode()
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(data))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        with contextlib.suppress(ConnectionError):
+            self.wfile.write(data)
+
+    def _find_answer(self, body: bytes) -> tuple[int, dict[str, Any]]:
+        authorization = self.headers.get("Authorization", "")
+        if self.path == "/oidc/v1/token":
+            return self._sign_in(authorization, body)
+        if authorization.removeprefix("Bearer ") not in self.server.valid_tokens():
+            return 401, {"message": f"not a valid token: {authorization}"}
+        return self._find_table_answer(body)
+
+    def _sign_in(self, authorization: str, body: bytes) -> tuple[int, dict[str, Any]]:
+        pair = base64.b64encode(":".join(CLIENT).encode()).decode()
+        asked = parse_qs(body.decode())
+        if authorization != f"Basic {pair}" or asked["grant_type"] != ["client_credentials"]:
+            return 401, {"error_description": f"no such client: {authorization}"}
+        self.server.sign_ins += 1
+        token = f"hidden-oauth-{self.server.sign_ins}"
+        return 200, {"access_token": token, "expires_in": self.server.token_life}
+
+    def _find_table_answer(self, body: bytes) -> tuple[int, dict[str, Any]]:
+        tables = self.server.tables
+        if self.path.startswith(f"{API}/tables/"):
+            name = unquote(self.path.removeprefix(f"{API}/tables/"))
+            found = tables.get(name)
+            return (200, found) if found else (404, {"message": f"Table '{name}' does not exist."})
+        if self.path == f"{API}/metastore_summary":
+            return 200, {"cloud": "aws", "region": "eu-west-1"}
+        if self.path == f"{API}/temporary-table-credentials":
+            asked = json.loads(body)
+            names = [name for name, one in tables.items() if one["table_id"] == asked["table_id"]]
+            if names and asked["operation"] == "READ":
+                return 200, self.server.credentials(names[0])
+        return 404, {"message": "no such path"}
+
+    def log_message(self, *_: Any) -> None:
+        """Prints nothing."""
+
+
+@contextlib.contextmanager
+def running_catalog() -> Iterator[UnityCatalogServer]:
+    """A server that runs while the context lasts."""
+    server = UnityCatalogServer()
+    thread = threading.Thread(target=server.serve_forever, args=[0.05])
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
