@@ -166,7 +166,8 @@ mod tests {
                     a.sender.window().unwrap()[0] = 7;
                     a.sender.commit(1).unwrap();
                 });
-                while b.receiver.window().unwrap_or_else(|end| panic!("{round}: {end}")).is_empty() {
+                while b.receiver.window().unwrap_or_else(|end| panic!("{round}: {end}")).is_empty()
+                {
                 }
             });
         }
