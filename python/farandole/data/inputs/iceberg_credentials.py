@@ -91,7 +91,7 @@ def use_vended_credentials(table: Any, location: str) -> None:
 
 
 def _vended_credentials(table: Any) -> dict[str, Any] | None:
-    """Returns the credentials that came with a table; `None` if they are those of the user."""
+    """Returns the credentials that came with a table; `None` if the user has given them."""
     given, own = table.io.properties, table.catalog.properties
     keys = {
         name: given.get(property_name) for name, property_name in _CREDENTIAL_PROPERTIES.items()
