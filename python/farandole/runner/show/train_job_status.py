@@ -49,7 +49,7 @@ _log = logging.getLogger("farandole")
 
 
 class TrainJobProgress:
-    """How far a job is, and how long it still takes at its present speed.
+    """Progress of a job, and the time that it still needs at its present speed.
 
     Args:
         clock: In seconds.
