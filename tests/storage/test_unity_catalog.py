@@ -134,6 +134,15 @@ def test_a_loader_reads_a_table_by_its_name_and_renews_its_credentials(
 
 
 @pytest.mark.parametrize("table", ["PARQUET"], indirect=True)
+def test_other_options_of_the_location_may_be_given(
+    table: str, front: CredentialFront, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    options = {"endpoint_url": f"http://127.0.0.1:{front.port}"}
+    assert read_for(ParquetLoader(table, 7, storage_options=options), 0.2) > 0
+
+
+@pytest.mark.parametrize("table", ["PARQUET"], indirect=True)
 def test_credentials_that_were_revoked_are_replaced(table: str, front: CredentialFront) -> None:
     loader = ParquetLoader(table, 7, seed=1)
     front.life = 3600.0

@@ -7,14 +7,29 @@ An optimizer measures its steps only if the driver shows them and no estimator m
 
 from __future__ import annotations
 
-import contextlib
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from farandole._native import metrics
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+
+class ReductionTimer:
+    """Measures the time inside its context. Each step enters it, so it is no generator.
+
+    Attributes:
+        seconds: Sum over the contexts.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = self._began = 0.0
+
+    def __enter__(self) -> None:
+        """Begins to measure."""
+        self._began = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        """Adds the time since the begin."""
+        self.seconds += time.perf_counter() - self._began
 
 
 class RankProgress:
@@ -30,22 +45,19 @@ class RankProgress:
     def __init__(self) -> None:
         self.measures_steps = False
         self._steps = 0
-        self._step_seconds = self._reduce_seconds = self._pending_reduce_seconds = 0.0
+        self._step_seconds = self._reduce_seconds = 0.0
+        self._reduction_timer = ReductionTimer()
         self._last_step_end: float | None = None
         self._step_at: float | None = None
         self._checkpoint_at: float | None = None
         self._reported = (0, 0.0, 0.0)
 
-    @contextlib.contextmanager
-    def measure_reduction(self) -> Iterator[None]:
-        """Measures a wait for the reduction of gradients. It belongs to the step that ends next,
-        also if a script waits before it calls the optimizer's step, to clip gradients for example.
+    def measure_reduction(self) -> ReductionTimer:
+        """Returns a context in which the thread that trains waits for the reduction of gradients.
+        The wait belongs to the step that ends next, also if a script waits before it calls the
+        optimizer's step, to clip gradients for example.
         """
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._pending_reduce_seconds += time.perf_counter() - began
+        return self._reduction_timer
 
     def end_step(self) -> None:
         """Counts a step from the end of the one before, if optimizers measure the steps."""
@@ -54,9 +66,9 @@ class RankProgress:
         now = time.perf_counter()
         if self._last_step_end is not None:
             self._step_seconds += now - self._last_step_end
-            self._reduce_seconds += self._pending_reduce_seconds
+            self._reduce_seconds += self._reduction_timer.seconds
             self._steps += 1
-        self._pending_reduce_seconds = 0.0
+        self._reduction_timer.seconds = 0.0
         self._last_step_end = now
         self.note_step()
 

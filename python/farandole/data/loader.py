@@ -608,15 +608,18 @@ def _resolve_paths_and_options(
     """Returns full paths, and applies the options of their stores."""
     from farandole.stores import store_options  # noqa: PLC0415 - loaded with fsspec
 
-    given = resolve_table_names(given, storage_options)
     is_single = isinstance(given, str | os.PathLike)
-    urls = tuple(full_path(os.fspath(path)) for path in ((given,) if is_single else given))
+    paths = [os.fspath(path) for path in ((given,) if is_single else given)]
+    found = resolve_table_names(paths, storage_options)
+    urls = [full_path(path) for path in found]
+    # Tables by name have their options, with credentials, already.
+    plain = [url for url, path, own in zip(urls, found, paths, strict=True) if path == own]
     if storage_options:
-        store_options.StorageOptions(urls, storage_options).apply_to_process()
+        store_options.StorageOptions(tuple(plain), storage_options).apply_to_process()
     else:
-        for url in urls:
+        for url in plain:
             store_options.apply_options_covering_url(url)
-    return urls[0] if is_single else list(urls)
+    return urls[0] if is_single else urls
 
 
 def _whole_number(name: str, value: Any, minimum: int = 0) -> int:

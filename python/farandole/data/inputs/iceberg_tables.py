@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 from farandole._native import store as native
+from farandole.data.inputs.iceberg_credentials import use_vended_credentials
 from farandole.data.inputs.iceberg_deletes import DeleteFiles
 from farandole.data.inputs.iceberg_values import (
     identity_partition_values,
@@ -83,6 +84,7 @@ def iceberg_snapshot(
     table, names, version = _scanned_table(source, version)
     metadata = table.metadata
     location = full_file_path("", table.location()).rstrip("/")
+    use_vended_credentials(table, location)
     name = f"the Iceberg table {location}"
     if timestamp is not None:
         version = _version_at(table, timestamp, name)
