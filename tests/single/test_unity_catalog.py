@@ -139,7 +139,7 @@ def test_a_client_signs_in_again_before_its_token_expires(
     function = TableCredentials(opened_table())
     function()
     assert catalog.sign_ins == 1
-    catalog_requests._OAUTH_TOKENS.by_session.clear()
+    catalog_requests._OAUTH_TOKENS.clear()
     catalog.token_life = 0.05
     function()
     time.sleep(0.1)

@@ -34,6 +34,8 @@ _MAX_LOCATION_CHARACTERS: Final = 2048
 _REGION_VARIABLES: Final = ("AWS_REGION", "AWS_DEFAULT_REGION")
 _REGION_PATTERN: Final = re.compile(r"[a-z]{2}(-[a-z]+)+-\d")
 _MILLISECONDS_PER_SECOND: Final = 1e3
+_MAX_EXPIRY_MILLISECONDS: Final = 10**14
+"""Year 5138: datetimes end in the year 9999."""
 _CREDENTIAL_FIELDS: Final = {
     "aws_temp_credentials": {
         "key": "access_key_id",
@@ -156,7 +158,8 @@ class TableCredentials:
             for name, field in _CREDENTIAL_FIELDS[kind].items()
         }
         expires = found.get("expiration_time")
-        if not isinstance(expires, int) or isinstance(expires, bool) or expires <= 0:
+        is_whole = isinstance(expires, int) and not isinstance(expires, bool)
+        if not is_whole or not 0 < expires < _MAX_EXPIRY_MILLISECONDS:
             raise ValueError(f"{label} has credentials without the time of their expiry")
         return {**keys, "expires": expires / _MILLISECONDS_PER_SECOND}
 
