@@ -6,6 +6,7 @@ tables are read.
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import time
@@ -64,7 +65,7 @@ def catalog(
             "secret_access_key": keys["SecretAccessKey"],
             "session_token": keys["SessionToken"],
         }
-        expires = int((time.time() + LIFE) * 1000)
+        expires = int((time.time() + front.life) * 1000)
         return {"aws_temp_credentials": fields, "expiration_time": expires}
 
     with running_catalog() as server:
@@ -144,13 +145,57 @@ def test_other_options_of_the_location_may_be_given(
 
 @pytest.mark.parametrize("table", ["PARQUET"], indirect=True)
 def test_credentials_that_were_revoked_are_replaced(table: str, front: CredentialFront) -> None:
-    loader = ParquetLoader(table, 7, seed=1)
     front.life = 3600.0
+    loader = ParquetLoader(table, 7, seed=1)
     read_for(loader, 0.2)
-    front.revoke_all()
     before = front.granted
     read_for(loader, 0.2)
+    assert front.granted == before, "the keys are not renewed for their age"
+    front.revoke_all()
+    read_for(loader, 0.2)
     assert front.granted > before
+
+
+@pytest.mark.parametrize("table", ["DELTA"], indirect=True)
+@pytest.mark.parametrize("directory", ["local", "store"])
+def test_a_table_with_a_file_elsewhere_is_refused(
+    table: str,
+    catalog: UnityCatalogServer,
+    s3_options: dict[str, str],
+    prefix: str,
+    tmp_path: Any,
+    directory: str,
+) -> None:
+    location = catalog.tables[NAME]["storage_location"]
+    pq.write_table(pa.table({"row": [7], "x": [0.0], "y": [0.0]}), tmp_path / "own.parquet")
+    size = (tmp_path / "own.parquet").stat().st_size
+    path = {"local": f"file://{tmp_path}", "store": f"s3://bucket/{prefix}/other"}[directory]
+    action = {
+        "path": f"{path}/own.parquet",
+        "partitionValues": {},
+        "size": size,
+        "modificationTime": 0,
+        "dataChange": True,
+    }
+    StorageOptions((location,), s3_options).apply_to_process()
+    with StoreFileSystem().open(f"{location}/_delta_log/{FILES:020}.json", "wb") as file:
+        file.write(json.dumps({"add": action}).encode())
+    for read in (lambda: ParquetLoader(table, 7), lambda: open_table(table)):
+        with pytest.raises(ValueError, match=r"own\.parquet") as raised:
+            read()
+        assert f"the table {NAME}" in str(raised.value) or "of this host" in str(raised.value)
+
+
+@pytest.mark.parametrize("table", ["PARQUET", "DELTA"], indirect=True)
+def test_a_directory_in_another_format_than_in_the_catalog_is_refused(
+    table: str, catalog: UnityCatalogServer
+) -> None:
+    actual = catalog.tables[NAME]["data_source_format"]
+    other = {"PARQUET": "DELTA", "DELTA": "PARQUET"}[actual]
+    catalog.tables[NAME]["data_source_format"] = other
+    for read in (lambda: ParquetLoader(table, 7), lambda: open_table(table)):
+        with pytest.raises(ValueError, match=f"has the format {other} in the catalog, and"):
+            read()
 
 
 @both_formats

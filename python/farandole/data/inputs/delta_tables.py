@@ -20,6 +20,7 @@ from farandole.data.inputs.table_snapshot import (
     TableSnapshot,
     field_name_in_files,
     full_file_path,
+    refuse_local_files,
 )
 from farandole.data.lazy_pyarrow import pa
 
@@ -190,6 +191,7 @@ def delta_snapshot(table: Any) -> TableSnapshot:
         raise ValueError(
             f"{name} has deleted rows of a file that is not in it: {next(iter(deleted))}"
         )
+    refuse_local_files(name, location, files)
     # The order of the log depends on its checkpoints.
     files.sort(key=lambda file: file.path)
     version = table.version()
