@@ -121,7 +121,7 @@ class ReportedJob:
 
     def report(self, task: int, **facts: Any) -> None:
         """Takes a report of a task, and shows it."""
-        self.run.update_rank_facts(task, {"reported_at": self.now, **facts})
+        self.run.update_rank_facts(task, {"reported_at": self.now} | facts)
         self.run._put_ranks(logged=False)
 
     def values(self, metric: str) -> dict[str, float]:
@@ -174,6 +174,25 @@ def test_the_load_of_a_rank_that_no_longer_reports_disappears(job: ReportedJob) 
     assert job.values("farandole.rank.memory") == {"0": 1e8}
     assert job.values("farandole.step.age") == {"0": 0, "1": 50}
     assert job.values("farandole.host.cpu") == {"": 0.5}
+
+
+@pytest.mark.parametrize("ahead", [-40.0, 500.0])
+def test_the_clock_of_a_ranks_host_may_be_wrong(job: ReportedJob, ahead: float) -> None:
+    job.place(0)
+    facts = {"step_seconds": 0.2, "step_at": NOW + ahead - 3, "checkpoint_at": NOW + ahead - 20}
+    job.report(0, load=LOAD, **{**facts, "reported_at": NOW + ahead})
+    job.now += 2
+    job.run._put_ranks(logged=False)  # the same report again
+    assert job.values("farandole.rank.memory") == {"0": 1e8}
+    assert job.values("farandole.host.cpu") == {"": 0.5}
+    assert job.values("farandole.step.age") == {"0": 5}
+    assert job.values("farandole.checkpoint.age") == {"": 22}
+    job.now += 98
+    job.report(0, **{**facts, "reported_at": NOW + ahead + 100})
+    assert job.values("farandole.step.age") == {"0": 103}
+    assert job.values("farandole.step.duration") == {}
+    job.now += 40
+    assert job.values("farandole.rank.memory") == {}
 
 
 def test_counters_of_a_rank_never_fall_when_ranks_are_renumbered(job: ReportedJob) -> None:
