@@ -416,7 +416,7 @@ def test_one_server_has_all_runs_of_the_process_and_ends_with_the_last(
                 'farandole_job_losses_total{run="second"} 0',
             ):
                 assert line in text.splitlines()
-        assert "second" not in scraped(port)
+        assert 'run="second"' not in scraped(port)
         with pytest.raises(urllib.error.HTTPError, match="404"):
             scraped(port, "/")
     assert not is_open(port)
