@@ -52,7 +52,7 @@ class SignInError(PermissionError):
 
 @dataclass(frozen=True)
 class CatalogSession:
-    """A workspace, and what a process signs in with: a token, or a client with its secret.
+    """A workspace, and a token for it, or a client with its secret.
 
     Attributes:
         host: URL of the workspace, without a path.
