@@ -335,6 +335,18 @@ def test_the_board_has_valid_queries_of_metrics_that_exist(tmp_path: Any) -> Non
     assert f"{len(queries)} rules found" in promtool("check", "rules", str(path))
 
 
+def test_a_wait_within_a_wait_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [10.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    timer = RankProgress().measure_reduction()
+    with timer:
+        now[0] += 1.0
+        with timer:
+            now[0] += 2.0
+        now[0] += 4.0
+    assert timer.seconds == 7.0
+
+
 def test_steps_and_checkpoints_are_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [10.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])

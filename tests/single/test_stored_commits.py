@@ -265,3 +265,14 @@ def test_contents_of_a_commit_take_any_plain_value(monkeypatch):
     assert commits.describe_contents(b"no archive", {}) is None
     monkeypatch.setenv("FARANDOLE_REQUEUE", "1")
     assert commits.describe_contents(b"no archive", {}) is None
+
+
+def test_a_launcher_that_does_not_confirm_a_withdrawal_is_logged(monkeypatch, caplog):
+    from farandole._native import launcher
+    from farandole.common import suspension
+
+    monkeypatch.setattr(launcher, "report_record", lambda *_: None)
+    for is_confirmed in (True, False):
+        monkeypatch.setattr(launcher, "flush_reports", lambda _, answer=is_confirmed: answer)
+        suspension.withdraw_report()
+        assert ("may requeue the job once more" in caplog.text) != is_confirmed
