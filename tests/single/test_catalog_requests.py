@@ -11,11 +11,13 @@ import contextlib
 import json
 import os
 import socket
+import ssl
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.train_job_operator import write_certificate
 from tests.unity_catalog_server import CLIENT, TOKEN, running_catalog
 
 from farandole.data.inputs import catalog_requests
@@ -24,6 +26,7 @@ from farandole.data.inputs.unity_catalog import CatalogTable, TableCredentials
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from tests.unity_catalog_server import UnityCatalogServer
 
@@ -169,6 +172,20 @@ def test_an_answer_that_drips_ends_in_bounded_time(
             find_table()
         assert time.monotonic() - start < 3 * SHORT_SECONDS
     assert LABEL in str(raised.value)
+
+
+def test_https_is_used_with_a_known_certificate_alone(
+    catalog: UnityCatalogServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*write_certificate(tmp_path, tmp_path / "ca.crt"))
+    catalog.socket = context.wrap_socket(catalog.socket, server_side=True)
+    monkeypatch.setenv("DATABRICKS_HOST", f"https://localhost:{catalog.server_port}")
+    monkeypatch.setattr(catalog_requests, "_MAX_ATTEMPTS", 1)
+    with pytest.raises(OSError, match=r"no answer: .*certificate"):
+        find_table()
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.crt"))
+    assert find_table().name == NAME
 
 
 def test_a_fork_during_a_sign_in_can_sign_in(client: UnityCatalogServer) -> None:
