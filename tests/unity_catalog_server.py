@@ -33,6 +33,7 @@ class UnityCatalogServer(ThreadingHTTPServer):
         requests: methods and paths of all requests.
         sign_ins: number of tokens that clients got.
         token_life: seconds that a client's token is valid, as the server says.
+        before_sign_in: is called before a client gets a token.
     """
 
     daemon_threads = True
@@ -44,6 +45,7 @@ class UnityCatalogServer(ThreadingHTTPServer):
         self.answers: list[tuple[int, bytes, dict[str, str]]] = []
         self.requests: list[str] = []
         self.sign_ins, self.token_life = 0, 3600.0
+        self.before_sign_in: Callable[[], None] = lambda: None
         self._numbers = itertools.count(1)
 
     @property
@@ -108,6 +110,7 @@ class _CatalogRequest(BaseHTTPRequestHandler):
         asked = parse_qs(body.decode())
         if authorization != f"Basic {pair}" or asked["grant_type"] != ["client_credentials"]:
             return 401, {"error_description": f"no such client: {authorization}"}
+        self.server.before_sign_in()
         self.server.sign_ins += 1
         token = f"hidden-oauth-{self.server.sign_ins}"
         return 200, {"access_token": token, "expires_in": self.server.token_life}

@@ -181,41 +181,24 @@ def test_an_equal_state_is_no_progress_although_its_archive_has_other_bytes(
     assert again._stored_commits.has_progressed()
 
 
-def test_an_attribute_that_changes_once_in_each_start_is_no_progress(hvd, tmp_path, monkeypatch):
+def test_a_state_without_tensors_that_commits_once_per_start_makes_progress(
+    hvd, tmp_path, monkeypatch
+):
     monkeypatch.setenv("FARANDOLE_REQUEUE", "1")
 
     @hvd.elastic.run
-    def count_starts(state, steps):
-        state.starts += 1
-        for _ in range(steps):
-            state.step += 1
-            state.commit()
-        for _ in range(3):
-            state.commit()
-
-    def has_progressed(steps):
-        state = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, starts=0, step=0)
-        state.save_to(str(tmp_path), "plain", every=1000)
-        count_starts(state, steps)
-        return state._stored_commits.has_progressed()
-
-    assert has_progressed(0), "the first commit of a run"
-    assert not has_progressed(0)
-    assert has_progressed(2)
-    assert not has_progressed(0)
-
-    @hvd.elastic.run
-    def train_one_step(state):
-        state.starts += 1
-        with torch.no_grad():
-            next(state.model.parameters()).add_(1.0)
+    def train_one_epoch(state, epochs):
+        state.epoch += epochs
         state.commit()
 
-    for _ in range(2):
-        state = made(hvd, 1, starts=0)
-        state.save_to(str(tmp_path), "digits")
-        train_one_step(state)
-        assert state._stored_commits.has_progressed(), "a tensor has changed"
+    def has_progressed(epochs):
+        state = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, epoch=0, model="")
+        state.save_to(str(tmp_path), "plain")
+        train_one_epoch(state, epochs)
+        return state._stored_commits.has_progressed()
+
+    assert [has_progressed(1) for _ in range(3)] == [True] * 3
+    assert not has_progressed(0)
 
 
 def test_the_commit_before_takes_the_place_of_a_damaged_one(hvd, tmp_path):
@@ -282,3 +265,14 @@ def test_contents_of_a_commit_take_any_plain_value(monkeypatch):
     assert commits.describe_contents(b"no archive", {}) is None
     monkeypatch.setenv("FARANDOLE_REQUEUE", "1")
     assert commits.describe_contents(b"no archive", {}) is None
+
+
+def test_a_launcher_that_does_not_confirm_a_withdrawal_is_logged(monkeypatch, caplog):
+    from farandole._native import launcher
+    from farandole.common import suspension
+
+    monkeypatch.setattr(launcher, "report_record", lambda *_: None)
+    for is_confirmed in (True, False):
+        monkeypatch.setattr(launcher, "flush_reports", lambda _, answer=is_confirmed: answer)
+        suspension.withdraw_report()
+        assert ("may requeue the job once more" in caplog.text) != is_confirmed

@@ -20,6 +20,7 @@ from farandole.data import ParquetLoader, open_table, prepare_data
 from farandole.data.inputs import catalog_requests
 from farandole.data.inputs.catalog_names import resolve_table_names, table_name_of_path
 from farandole.data.inputs.catalog_requests import CatalogSession
+from farandole.data.inputs.table_snapshot import TableFile, refuse_files_elsewhere
 from farandole.data.inputs.unity_catalog import CatalogTable, TableCredentials
 
 if TYPE_CHECKING:
@@ -88,7 +89,70 @@ def test_a_table_has_the_location_and_the_credentials_of_the_catalog(
         "metastore_summary",
         "temporary-table-credentials",
     ]
-    assert resolve_table_names([f"uc://{NAME}", "/data"]) == [table.location, "/data"]
+    assert resolve_table_names([f"uc://{NAME}"]) == [table.location]
+
+
+@pytest.mark.parametrize("sources", [["uc://m.s.a", "uc://m.s.b"], ["/data", "m.s.a"]])
+def test_a_table_among_other_sources_is_refused(
+    catalog: UnityCatalogServer, sources: list[str]
+) -> None:
+    for read in (lambda: ParquetLoader(sources, 4), lambda: prepare_data(sources, "store")):
+        with pytest.raises(ValueError, match=r"must be the only source: (uc://)?m\.s\.a$"):
+            read()
+    assert catalog.requests == []
+
+
+@pytest.mark.parametrize(
+    ("path", "is_below"),
+    [
+        ("s3://b/t/x=1/a.parquet", True),
+        ("s3a://b/t/a.parquet", True),
+        ("s3://b/t2/a.parquet", False),
+        ("s3://c/t/a.parquet", False),
+        ("s3://b/t/../u/a.parquet", False),
+        ("/b/t/a.parquet", False),
+    ],
+)
+def test_files_of_a_table_are_below_its_location(path: str, is_below: bool) -> None:
+    files = [TableFile(path, {}, None)]
+    if is_below:
+        refuse_files_elsewhere("the table", "s3://b/t", files)
+        return
+    with pytest.raises(ValueError, match="the table has a file that is not below its location"):
+        refuse_files_elsewhere("the table", "s3://b/t", files)
+
+
+def test_a_name_without_its_scheme_that_is_no_table_may_be_a_missing_file(
+    catalog: UnityCatalogServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        FileNotFoundError, match=r"No file has the name train\.v1\.parquett: because"
+    ):
+        resolve_table_names("train.v1.parquett")
+    monkeypatch.delenv("DATABRICKS_TOKEN")
+    with pytest.raises(ValueError, match=r"No file has the name train\.v1\.parquett: because"):
+        resolve_table_names("train.v1.parquett")
+    long_name = ".".join(["a" * 200] * 3)
+    assert table_name_of_path(long_name) == long_name, "too long for a file"
+
+
+def test_the_first_failure_of_several_to_renew_credentials_is_logged(
+    catalog: UnityCatalogServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    function = TableCredentials(opened_table())
+    refusal = (403, f'{{"message": "{TOKEN} lost SELECT"}}'.encode(), {})
+    for is_refused in (True, True, False, True):
+        catalog.answers = [refusal] if is_refused else []
+        if is_refused:
+            with pytest.raises(PermissionError):
+                function()
+        else:
+            function()
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 2, "one for each series of failures"
+    assert f"the table {NAME} of Unity Catalog at {catalog.url} cannot be renewed" in warnings[0]
+    assert "*** lost SELECT" in warnings[0]
+    assert "hidden" not in "".join(warnings)
 
 
 def test_credentials_that_the_workspace_refuses_are_named_before_a_file_is_opened(
@@ -139,7 +203,7 @@ def test_a_client_signs_in_again_before_its_token_expires(
     function = TableCredentials(opened_table())
     function()
     assert catalog.sign_ins == 1
-    catalog_requests._OAUTH_TOKENS.by_session.clear()
+    catalog_requests._OAUTH_TOKENS.clear()
     catalog.token_life = 0.05
     function()
     time.sleep(0.1)
@@ -189,6 +253,9 @@ def test_an_answer_that_cannot_be_used_names_the_table_and_the_host(
         ({"storage_location": "s3://bucket"}, "location that is not read"),
         ({"storage_location": "s3://bucket/../other"}, "location that is not read"),
         ({"storage_location": "s3://bucket/a\nb"}, "location that is not read"),
+        ({"storage_location": "s3://bucket/a*"}, "location that is not read"),
+        ({"storage_location": "s3://bucket/[a]"}, "location that is not read"),
+        ({"storage_location": "s3://bucket//a"}, "location that is not read"),
         ({"storage_location": "s3://bucket/" + "a" * 3000}, "location that is not read"),
         ({"storage_location": None}, "no usable field storage_location"),
         ({"table_id": 7}, "no usable field table_id"),

@@ -6,8 +6,10 @@ tables are read.
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
+import subprocess
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -64,7 +66,7 @@ def catalog(
             "secret_access_key": keys["SecretAccessKey"],
             "session_token": keys["SessionToken"],
         }
-        expires = int((time.time() + LIFE) * 1000)
+        expires = int((time.time() + front.life) * 1000)
         return {"aws_temp_credentials": fields, "expiration_time": expires}
 
     with running_catalog() as server:
@@ -108,6 +110,21 @@ def table(
     return f"uc://{NAME}"
 
 
+def epoch_in_new_process(loader: bytes, seconds: float) -> list[int]:
+    """Rows of an epoch of a pickled loader, in a process that has waited since it has opened it."""
+    program = (
+        "import pickle, sys, time, numpy\n"
+        "loader = pickle.load(sys.stdin.buffer)\n"
+        f"time.sleep({seconds})\n"
+        "print(*sorted(numpy.concatenate([batch['row'] for batch in loader])))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], input=loader, capture_output=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    return [int(row) for row in done.stdout.split()]
+
+
 both_formats = pytest.mark.parametrize("table", ["PARQUET", "DELTA"], indirect=True)
 
 
@@ -144,13 +161,57 @@ def test_other_options_of_the_location_may_be_given(
 
 @pytest.mark.parametrize("table", ["PARQUET"], indirect=True)
 def test_credentials_that_were_revoked_are_replaced(table: str, front: CredentialFront) -> None:
-    loader = ParquetLoader(table, 7, seed=1)
     front.life = 3600.0
+    loader = ParquetLoader(table, 7, seed=1)
     read_for(loader, 0.2)
-    front.revoke_all()
     before = front.granted
     read_for(loader, 0.2)
+    assert front.granted == before, "the keys are not renewed for their age"
+    front.revoke_all()
+    read_for(loader, 0.2)
     assert front.granted > before
+
+
+@pytest.mark.parametrize("table", ["DELTA"], indirect=True)
+@pytest.mark.parametrize("directory", ["local", "store"])
+def test_a_table_with_a_file_elsewhere_is_refused(
+    table: str,
+    catalog: UnityCatalogServer,
+    s3_options: dict[str, str],
+    prefix: str,
+    tmp_path: Any,
+    directory: str,
+) -> None:
+    location = catalog.tables[NAME]["storage_location"]
+    pq.write_table(pa.table({"row": [7], "x": [0.0], "y": [0.0]}), tmp_path / "own.parquet")
+    size = (tmp_path / "own.parquet").stat().st_size
+    path = {"local": f"file://{tmp_path}", "store": f"s3://bucket/{prefix}/other"}[directory]
+    action = {
+        "path": f"{path}/own.parquet",
+        "partitionValues": {},
+        "size": size,
+        "modificationTime": 0,
+        "dataChange": True,
+    }
+    StorageOptions((location,), s3_options).apply_to_process()
+    with StoreFileSystem().open(f"{location}/_delta_log/{FILES:020}.json", "wb") as file:
+        file.write(json.dumps({"add": action}).encode())
+    for read in (lambda: ParquetLoader(table, 7), lambda: open_table(table)):
+        with pytest.raises(ValueError, match=r"own\.parquet") as raised:
+            read()
+        assert f"the table {NAME}" in str(raised.value) or "of this host" in str(raised.value)
+
+
+@pytest.mark.parametrize("table", ["PARQUET", "DELTA"], indirect=True)
+def test_a_directory_in_another_format_than_in_the_catalog_is_refused(
+    table: str, catalog: UnityCatalogServer
+) -> None:
+    actual = catalog.tables[NAME]["data_source_format"]
+    other = {"PARQUET": "DELTA", "DELTA": "PARQUET"}[actual]
+    catalog.tables[NAME]["data_source_format"] = other
+    for read in (lambda: ParquetLoader(table, 7), lambda: open_table(table)):
+        with pytest.raises(ValueError, match=f"has the format {other} in the catalog, and"):
+            read()
 
 
 @both_formats
@@ -187,9 +248,7 @@ def test_a_pickled_loader_needs_no_environment(
     data = cloudpickle.dumps(ParquetLoader(table, 7, seed=1))
     for name in ("DATABRICKS_HOST", "DATABRICKS_TOKEN"):
         monkeypatch.delenv(name)
-    loader = pickle.loads(data)
-    native.configure_options(loader.dataset.url, {})
-    assert read_for(pickle.loads(data), 2 * LIFE) > 1
+    assert epoch_in_new_process(data, 2 * LIFE) == list(range(ROWS))
 
 
 @pytest.mark.parametrize("table", ["DELTA"], indirect=True)

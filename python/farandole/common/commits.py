@@ -64,8 +64,6 @@ class StoredCommits:
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._written_contents: CommitContents | None = None
-        self._last_plain_values: str | None = None
-        self._plain_versions = 0
         self.loaded_contents: CommitContents | None = None
         """Contents of the commit from which this start of the job has continued."""
 
@@ -110,29 +108,13 @@ class StoredCommits:
         """
         return self._last_started == commits and self._failure is None
 
-    def note_plain_values(self, read_values: Callable[[], dict[str, Any]]) -> None:
-        """Takes note of a commit, in a job that may be suspended.
-
-        Args:
-            read_values: Returns its attributes that are no arrays or tensors.
-        """
-        if self._plain_versions < _MIN_PLAIN_VERSIONS and may_be_suspended():
-            values = repr(_comparable_form(read_values()))
-            self._plain_versions += values != self._last_plain_values
-            self._last_plain_values = values
-
     def has_progressed(self) -> bool:
         """Returns whether a commit was written, and its contents differ from the commit from which
-        this start of the job has continued: in arrays, or in other attributes that have changed
-        from commit to commit. An attribute that changes once, such as a number of starts, is no
-        progress.
+        this start of the job has continued. The launcher limits the number of starts, so a value
+        that changes in each start, such as a time, does not requeue a job for ever.
         """
-        written, loaded = self._written_contents, self.loaded_contents
-        if written is None or loaded is None:
-            return written is not None
-        (plain, arrays), (loaded_plain, loaded_arrays) = written, loaded
-        is_plain_progress = plain != loaded_plain and self._plain_versions >= _MIN_PLAIN_VERSIONS
-        return arrays != loaded_arrays or is_plain_progress
+        written = self._written_contents
+        return written is not None and written != self.loaded_contents
 
     def start_commit_write(
         self,
@@ -202,8 +184,6 @@ class StoredCommits:
 CommitContents = tuple[str, tuple[tuple[int, int], ...]]
 """Plain values of a commit as text, and checksum and size in bytes of each array or tensor."""
 
-_MIN_PLAIN_VERSIONS: Final = 2
-"""Different plain values of commits of one start that show that steps change them."""
 _ARRAY_NAME: Final = re.compile(r"\d+\.npy|.+/data/\d+")
 """Names in the archives of NumPy and torch."""
 

@@ -149,8 +149,6 @@ class State:
     def _keep_commit(self) -> None:
         self.save()
         self._commits += 1
-        if self._stored_commits is not None:
-            self._stored_commits.note_plain_values(self._saved_values)
         self._write_commit_if_due()
 
     def check_host_updates(self) -> None:

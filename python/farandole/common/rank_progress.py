@@ -17,19 +17,24 @@ class ReductionTimer:
     """Measures the time inside its context. Each step enters it, so it is no generator.
 
     Attributes:
-        seconds: Sum over the contexts.
+        seconds: Sum over the contexts. A context within another one adds nothing.
     """
 
     def __init__(self) -> None:
         self.seconds = self._began = 0.0
+        self._depth = 0
 
     def __enter__(self) -> None:
         """Begins to measure."""
-        self._began = time.perf_counter()
+        if self._depth == 0:
+            self._began = time.perf_counter()
+        self._depth += 1
 
     def __exit__(self, *_: object) -> None:
         """Adds the time since the begin."""
-        self.seconds += time.perf_counter() - self._began
+        self._depth -= 1
+        if self._depth == 0:
+            self.seconds += time.perf_counter() - self._began
 
 
 class RankProgress:

@@ -114,4 +114,8 @@ def withdraw_report() -> None:
     from farandole._native import launcher  # noqa: PLC0415 - few jobs are suspended
 
     launcher.report_record(SUSPENSION_KIND, b"{}")
-    launcher.flush_reports(_REPORT_FLUSH_SECONDS)
+    if not launcher.flush_reports(_REPORT_FLUSH_SECONDS):
+        _log.warning(
+            "the launcher has not confirmed that the job continues or has ended: it may requeue "
+            "the job once more"
+        )

@@ -334,6 +334,8 @@ class ParquetLoader(BaseDataLoader):
             "shuffle": self.shuffle,
         }
         state["fingerprint"] = self.dataset.fingerprint
+        if self._table is not None:
+            state["table_version"] = self._table.version
         if self._assignment is not None:
             position = self._assignment.position
             epoch, rows = (
@@ -344,6 +346,15 @@ class ParquetLoader(BaseDataLoader):
             if position.lost_pieces:
                 state["left"] = [tuple(piece) for piece in position.lost_pieces]
         return {**state, "epoch": epoch, "rows": rows}
+
+    def _describe_versions(self, state: Mapping[str, Any]) -> str:
+        version = state.get("table_version")
+        if self._table is None or version in (None, self._table.version):
+            return ""
+        return (
+            f". The table is at version {self._table.version} here, and the state at version "
+            f"{version}: open_table(..., version={version}) opens that version"
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the next iteration continue where a state was taken.
@@ -365,6 +376,7 @@ class ParquetLoader(BaseDataLoader):
             raise ValueError(
                 "the state belongs to another data set, or the files have changed: "
                 f"{state['fingerprint']} there, {self.dataset.fingerprint} in {self.dataset.url}"
+                f"{self._describe_versions(state)}"
             )
         try:
             epoch, rows = (

@@ -9,10 +9,12 @@ token to another host, are refused. No message has a token.
 from __future__ import annotations
 
 import base64
+import functools
 import http.client
+import io
 import json
 import os
-import threading
+import random
 import time
 import urllib.error
 import urllib.request
@@ -26,8 +28,9 @@ TOKEN_VARIABLE: Final = "DATABRICKS_TOKEN"  # noqa: S105 - a name
 _CLIENT_VARIABLES: Final = ("DATABRICKS_CLIENT_ID", "DATABRICKS_CLIENT_SECRET")
 _SIGN_IN_PATH: Final = "/oidc/v1/token"
 _LOOPBACK_HOSTS: Final = ("localhost", "127.0.0.1", "::1")
-_REQUEST_SECONDS: Final = 20.0
-"""Longest time of one attempt."""
+_REQUEST_SECONDS: Final = 40.0
+"""Longest time of a request with all its attempts, and with a sign-in before it."""
+_ATTEMPT_SECONDS: Final = 15.0
 _MAX_ATTEMPTS: Final = 3
 _MAX_PAUSE_SECONDS: Final = 5.0
 _REPEATED_STATUSES: Final = (429, 500, 502, 503, 504)
@@ -36,13 +39,20 @@ _MAX_FIELD_CHARACTERS: Final = 16 << 10
 _MAX_REASON_CHARACTERS: Final = 300
 _READ_BYTES: Final = 64 << 10
 _MIN_TOKEN_SECONDS: Final = 5.0
+"""Shortest time for which an OAuth token is used, unless the workspace refuses it."""
+_MAX_TOKEN_SECONDS: Final = 3600.0
+"""Longest life of an OAuth token, even if the workspace says another one."""
 _TOKEN_LIFE_SHARE: Final = 0.8
 """Share of the life of an OAuth token after which another one is requested."""
 
 
+class SignInError(PermissionError):
+    """The workspace does not know the token, or the client and its secret (HTTP status 401)."""
+
+
 @dataclass(frozen=True)
 class CatalogSession:
-    """A workspace, and the means to sign in to it: a token, or a client with its secret.
+    """A workspace, and a token for it, or a client with its secret.
 
     Attributes:
         host: URL of the workspace, without a path.
@@ -61,17 +71,22 @@ class CatalogSession:
             table: Name of the wanted table, for messages.
 
         Raises:
-            ValueError: A variable is missing, or the host is no HTTPS URL.
+            ValueError: A variable is missing, the host is no HTTPS URL, or the token has
+                characters that a token cannot have.
         """
-        host = os.environ.get(HOST_VARIABLE, "").strip()
-        token = os.environ.get(TOKEN_VARIABLE)
-        client_id, secret = (os.environ.get(name) for name in _CLIENT_VARIABLES)
+        names = (HOST_VARIABLE, TOKEN_VARIABLE, *_CLIENT_VARIABLES)
+        host, token, client_id, secret = (os.environ.get(name, "").strip() for name in names)
         if not host or not (token or (client_id and secret)):
             raise ValueError(
                 f"the table {table} of Unity Catalog needs {HOST_VARIABLE}, and {TOKEN_VARIABLE} "
                 f"or {' and '.join(_CLIENT_VARIABLES)}, in the environment"
             )
         url = _checked_host(host, table)
+        if token and not _is_header_word(token):
+            raise ValueError(
+                f"the table {table} of Unity Catalog needs a token in {TOKEN_VARIABLE}: its value "
+                "has spaces, or characters that are not printable ASCII"
+            )
         return cls(url, token) if token else cls(url, None, client_id, secret)
 
     def table_label(self, name: str) -> str:
@@ -99,60 +114,93 @@ class CatalogSession:
             OSError: No answer, or another error of the workspace.
             ValueError: The answer is no object, or too large.
         """
+        deadline = time.monotonic() + _REQUEST_SECONDS
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.host}{path}", data)  # noqa: S310 - a checked host
-        request.add_header("Authorization", f"Bearer {self._bearer_token(label)}")
         request.add_header("Content-Type", "application/json")
-        return self._send(request, label, advice)
+        token = self._bearer_token(label, deadline)
+        request.add_header("Authorization", f"Bearer {token}")
+        try:
+            return self._send(request, label, advice, deadline)
+        except SignInError:
+            if self.token:
+                raise
+        # The workspace may have withdrawn the token of a client before its time.
+        _OAUTH_TOKENS.pop(self, None)
+        request.add_header("Authorization", f"Bearer {self._bearer_token(label, deadline)}")
+        return self._send(request, label, advice, deadline)
 
-    def _bearer_token(self, label: str) -> str:
+    def _bearer_token(self, label: str, deadline: float) -> str:
         if self.token:
             return self.token
-        with _OAUTH_TOKENS.lock:
-            found = _OAUTH_TOKENS.by_session.get(self)
-            if found is not None and time.monotonic() < found[1]:
-                return found[0]
-            request = urllib.request.Request(  # noqa: S310 - a checked host
-                f"{self.host}{_SIGN_IN_PATH}",
-                urlencode({"grant_type": "client_credentials", "scope": "all-apis"}).encode(),
-            )
-            pair = base64.b64encode(f"{self.client_id}:{self.client_secret}".encode()).decode()
-            request.add_header("Authorization", f"Basic {pair}")
-            answer = self._send(request, label, f"check {' and '.join(_CLIENT_VARIABLES)}")
-            token, life = read_text_field(answer, "access_token", label), answer.get("expires_in")
-            seconds = float(life) if isinstance(life, int | float) else 0.0
-            end = time.monotonic() + max(seconds * _TOKEN_LIFE_SHARE, _MIN_TOKEN_SECONDS)
-            _OAUTH_TOKENS.by_session[self] = token, end
-            return token
+        # Without a lock, which a fork would leave taken in the child: threads may sign in twice.
+        found = _OAUTH_TOKENS.get(self)
+        if found is not None and time.monotonic() < found[1]:
+            return found[0]
+        request = urllib.request.Request(  # noqa: S310 - a checked host
+            f"{self.host}{_SIGN_IN_PATH}",
+            urlencode({"grant_type": "client_credentials", "scope": "all-apis"}).encode(),
+        )
+        pair = base64.b64encode(f"{self.client_id}:{self.client_secret}".encode()).decode()
+        request.add_header("Authorization", f"Basic {pair}")
+        answer = self._send(request, label, "", deadline)
+        token, life = read_text_field(answer, "access_token", label), answer.get("expires_in")
+        if not _is_header_word(token):
+            raise ValueError(f"{label}: the answer has no usable field access_token")
+        if not isinstance(life, int | float) or not life > 0:  # such as NaN
+            life = 0.0
+        seconds = min(life, _MAX_TOKEN_SECONDS)
+        end = time.monotonic() + max(seconds * _TOKEN_LIFE_SHARE, _MIN_TOKEN_SECONDS)
+        _OAUTH_TOKENS[self] = token, end
+        return token
 
-    def _send(self, request: urllib.request.Request, label: str, advice: str) -> dict[str, Any]:
+    def _send(
+        self, request: urllib.request.Request, label: str, advice: str, deadline: float
+    ) -> dict[str, Any]:
+        opener = _make_opener()
         for attempt in range(_MAX_ATTEMPTS):
             is_last = attempt == _MAX_ATTEMPTS - 1
+            seconds, wanted_pause = deadline - time.monotonic(), 0.0
             try:
-                with _OPENER.open(request, timeout=_REQUEST_SECONDS) as answer:
-                    return _parse_object(_read_limited(answer, label), label)
+                if seconds <= 0:
+                    raise TimeoutError("timed out")
+                with opener.open(request, timeout=min(seconds, _ATTEMPT_SECONDS)) as answer:
+                    data = _read_limited(answer, label)
+                return _parse_object(data, label)
             except urllib.error.HTTPError as error:
                 with error:
                     if is_last or error.code not in _REPEATED_STATUSES:
-                        raise self._describe_refusal(error, label, advice) from None
+                        raise self._describe_refusal(error, request, label, advice) from None
+                    wanted_pause = _parse_pause(error.headers.get("Retry-After"))
             except (OSError, http.client.HTTPException) as error:
-                if is_last:
+                if is_last or seconds <= 0:
                     reason = getattr(error, "reason", None) or error
-                    raise OSError(f"{label}: no answer: {self._without_secrets(reason)}") from None
-            time.sleep(min(2.0**attempt, _MAX_PAUSE_SECONDS))
+                    text = self._without_secrets(reason, request)
+                    raise OSError(f"{label}: no answer: {text}") from None
+            # Not all processes ask again at the same time.
+            pause = max(2.0**attempt, wanted_pause) * random.uniform(0.5, 1.0)  # noqa: S311
+            time.sleep(min(pause, _MAX_PAUSE_SECONDS, max(deadline - time.monotonic(), 0.0)))
         raise AssertionError("the last attempt returns or raises")
 
-    def _describe_refusal(self, error: urllib.error.HTTPError, label: str, advice: str) -> OSError:
+    def _describe_refusal(
+        self,
+        error: urllib.error.HTTPError,
+        request: urllib.request.Request,
+        label: str,
+        advice: str,
+    ) -> OSError:
         try:
-            found = json.loads(_read_limited(error, label))
+            found = _parse_object(_read_limited(error, label), label)
             reason = found.get("message") or found.get("error_description") or ""
-        except (OSError, ValueError, AttributeError, http.client.HTTPException):
+        except (OSError, ValueError, http.client.HTTPException):
             reason = ""
-        text = f"{label}: HTTP status {error.code}: {self._without_secrets(reason)}".rstrip(": ")
-        if error.code in (401, 403):
-            sign_in = f"check {TOKEN_VARIABLE}: it may have expired" if self.token else ""
-            help_text = sign_in if error.code == 401 and sign_in else advice  # noqa: PLR2004 - HTTP
-            return PermissionError(f"{text}. {help_text[:1].upper()}{help_text[1:]}")
+        text = f"{label}: HTTP status {error.code}: {self._without_secrets(reason, request)}"
+        text = text.rstrip(": ")
+        if error.code == 401:  # noqa: PLR2004 - of HTTP
+            used = (TOKEN_VARIABLE,) if self.token else _CLIENT_VARIABLES
+            return SignInError(f"{text}. Check {' and '.join(used)}: it may have expired")
+        if error.code == 403:  # noqa: PLR2004 - of HTTP
+            return PermissionError(f"{text}. {advice[:1].upper()}{advice[1:]}".rstrip(". "))
         if error.code == 404:  # noqa: PLR2004 - of HTTP
             return FileNotFoundError(f"{text}. Check the name, and the host")
         if 300 <= error.code < 400:  # noqa: PLR2004 - of HTTP
@@ -161,31 +209,83 @@ class CatalogSession:
             )
         return OSError(text)
 
-    def _without_secrets(self, reason: Any) -> str:
+    def _without_secrets(self, reason: Any, request: urllib.request.Request) -> str:
         text = "".join(c if c.isprintable() else " " for c in str(reason))[:_MAX_FIELD_CHARACTERS]
-        cached = _OAUTH_TOKENS.by_session.get(self)
-        for secret in (self.token, self.client_secret, cached and cached[0]):
+        sent = (request.get_header("Authorization") or "").rpartition(" ")[2]
+        for secret in (sent, self.token, self.client_secret):
             text = text.replace(secret, "***") if secret else text
         return text[:_MAX_REASON_CHARACTERS]
 
 
-class _OauthTokens:
-    """Tokens of clients in this process, with the times at which others are requested."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.by_session: dict[CatalogSession, tuple[str, float]] = {}
+_OAUTH_TOKENS: Final[dict[CatalogSession, tuple[str, float]]] = {}
+"""Tokens of clients in this process, with the times at which others are requested."""
 
 
-_OAUTH_TOKENS: Final = _OauthTokens()
+class _TimedReader(io.RawIOBase):
+    """Reads from a socket until a deadline, also if each byte comes in time."""
+
+    def __init__(self, raw: Any, sock: Any, deadline: float) -> None:
+        self._raw, self._sock, self._deadline = raw, sock, deadline
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        seconds = self._deadline - time.monotonic()
+        if seconds <= 0:
+            raise TimeoutError("timed out")
+        self._sock.settimeout(seconds)
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
 
 
-class _RedirectRefusal(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_: Any, **__: Any) -> None:
-        """Follows nothing."""
+class _TimedResponse(http.client.HTTPResponse):
+    def __init__(self, sock: Any, *args: Any, deadline: float, **kwargs: Any) -> None:
+        super().__init__(sock, *args, **kwargs)
+        self.fp: Any = io.BufferedReader(_TimedReader(self.fp.detach(), sock, deadline))
 
 
-_OPENER: Final = urllib.request.build_opener(_RedirectRefusal)
+class _TimedConnection(http.client.HTTPConnection):
+    """A connection whose timeout is one of its whole answer, and not of each byte."""
+
+    def __init__(self, *args: Any, timeout: float = _ATTEMPT_SECONDS, **kwargs: Any) -> None:
+        super().__init__(*args, timeout=timeout, **kwargs)
+        deadline = time.monotonic() + timeout
+        self.response_class: Any = functools.partial(_TimedResponse, deadline=deadline)
+
+
+class _TimedTlsConnection(_TimedConnection, http.client.HTTPSConnection):
+    pass
+
+
+class _PlainHandler(urllib.request.HTTPHandler):
+    def http_open(self, req: urllib.request.Request) -> Any:
+        return self.do_open(_TimedConnection, req)
+
+
+class _TlsHandler(urllib.request.HTTPSHandler):
+    def https_open(self, req: urllib.request.Request) -> Any:
+        return self.do_open(_TimedTlsConnection, req)
+
+
+def _make_opener() -> urllib.request.OpenerDirector:
+    """Returns an opener of HTTP and HTTPS alone, which follows no redirection. HTTP, which is for
+    loopback, uses no proxy, because a proxy would read the token.
+    """
+    opener = urllib.request.OpenerDirector()
+    proxies = {name: url for name, url in urllib.request.getproxies().items() if name == "https"}
+    for handler in (
+        urllib.request.ProxyHandler(proxies),
+        _PlainHandler(),
+        _TlsHandler(),
+        urllib.request.HTTPDefaultErrorHandler(),
+        urllib.request.HTTPErrorProcessor(),
+    ):
+        opener.add_handler(handler)
+    return opener
 
 
 def read_text_field(record: dict[str, Any], name: str, label: str) -> str:
@@ -205,13 +305,28 @@ def read_text_field(record: dict[str, Any], name: str, label: str) -> str:
     return value
 
 
+def _is_header_word(text: str) -> bool:
+    """Returns whether a text can be a token in a header, and no character ends the header."""
+    return text.isascii() and text.isprintable() and " " not in text
+
+
+def _parse_pause(text: str | None) -> float:
+    """Returns the seconds of a header Retry-After; 0 without one, and for a date."""
+    is_number = text is not None and text.isascii() and text.isdecimal()
+    return float(text[:4]) if text is not None and is_number else 0.0
+
+
 def _checked_host(host: str, table: str) -> str:
-    parts = urlsplit(host if "://" in host else f"https://{host}")
-    is_private = parts.scheme == "https" or (
+    try:
+        parts = urlsplit(host if "://" in host else f"https://{host}")
+    except ValueError:
+        parts = urlsplit("")
+    is_token_safe = parts.scheme == "https" or (
         parts.scheme == "http" and parts.hostname in _LOOPBACK_HOSTS
     )
-    has_more = parts.path.strip("/") or parts.query or parts.fragment or parts.username
-    if not is_private or not parts.hostname or has_more or not host.isprintable():
+    has_more_than_host = parts.path.strip("/") or parts.query or parts.fragment
+    is_host = parts.hostname and "@" not in parts.netloc and host.isprintable()
+    if not is_token_safe or not is_host or has_more_than_host:
         raise ValueError(
             f"the table {table} of Unity Catalog needs {HOST_VARIABLE} in the form "
             "https://NAME.cloud.databricks.com"
@@ -220,26 +335,24 @@ def _checked_host(host: str, table: str) -> str:
 
 
 def _read_limited(answer: Any, label: str) -> bytes:
-    """Reads a body in bounded time.
+    """Returns a body.
 
     Raises:
         ValueError: It is too large.
         OSError: It takes too long.
     """
-    deadline, data = time.monotonic() + _REQUEST_SECONDS, b""
+    data = b""
     while part := answer.read1(_READ_BYTES):
         data += part
         if len(data) > _MAX_ANSWER_BYTES:
             raise ValueError(f"{label}: the answer has more than {_MAX_ANSWER_BYTES >> 20} MiB")
-        if time.monotonic() > deadline:
-            raise OSError(f"the answer takes longer than {_REQUEST_SECONDS:.0f} s")
     return data
 
 
 def _parse_object(data: bytes, label: str) -> dict[str, Any]:
     try:
         found = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise ValueError(f"{label}: the answer is no JSON object")

@@ -20,6 +20,7 @@ from farandole.data.inputs.table_snapshot import (
     TableSnapshot,
     field_name_in_files,
     full_file_path,
+    refuse_local_files,
 )
 from farandole.data.lazy_pyarrow import pa
 
@@ -62,13 +63,15 @@ _DELTA_CREDENTIAL_NAMES = {
         "token": "aws_session_token",
         "SessionToken": "aws_session_token",
     },
-    "ab": {
+    "az": {
         "sas_token": "azure_storage_sas_key",
         "account_key": "azure_storage_account_key",
         "token": "azure_storage_token",
     },
 }
-"""Options of deltalake for values of a function of credentials, by the begin of a scheme."""
+"""Options of deltalake for values of a function of credentials, by service."""
+_SERVICES_OF_SCHEMES = {"s3": "s3", "az": "az", "ab": "az", "ad": "az"}
+"""Services by the first two letters of the schemes of their URLs, such as `s3a` and `abfss`."""
 
 
 def is_delta_table(value: Any) -> bool:
@@ -132,9 +135,16 @@ def _delta_storage_options(path: str, url: str, options: dict[str, str]) -> dict
     )
 
     given = {name: value for name, value in options.items() if name != CREDENTIALS_OPTION}
-    names = _DELTA_CREDENTIAL_NAMES.get(url[:2], {})
+    names = _DELTA_CREDENTIAL_NAMES.get(_SERVICES_OF_SCHEMES.get(url[:2], ""), {})
     unknown = sorted({"profile"} & set(given))
-    for name, value in request_credentials(url).items():
+    credentials = request_credentials(url)
+    if credentials and url.startswith("g"):
+        raise ValueError(
+            f"{path} is a Delta table, and deltalake, which reads its log, takes no credentials of "
+            "a function for Google Cloud Storage: name the file of a service account as an option, "
+            "or read the table with Spark, and fit on the DataFrame"
+        )
+    for name, value in credentials.items():
         if name in names:
             given[names[name]] = value
         elif name not in ("expires", "Expiration"):
@@ -190,6 +200,7 @@ def delta_snapshot(table: Any) -> TableSnapshot:
         raise ValueError(
             f"{name} has deleted rows of a file that is not in it: {next(iter(deleted))}"
         )
+    refuse_local_files(name, location, files)
     # The order of the log depends on its checkpoints.
     files.sort(key=lambda file: file.path)
     version = table.version()

@@ -139,7 +139,7 @@ def _split_path(path: str) -> tuple[str, str]:
     directory, _, name = whole.rpartition("/")
     if directory.endswith(("/", ":")):
         return whole, ""
-    # Credentials for a directory alone are none for the directory above it.
+    # The credentials of a directory may not be valid for the directory above it.
     has_own_options = native.configured_options(whole) != native.configured_options(directory)
     if has_own_options and native.Store(whole).list_directory():
         return whole, ""

@@ -23,6 +23,8 @@ from farandole.data.inputs.table_snapshot import (
     TableFile,
     TableSnapshot,
     full_file_path,
+    refuse_files_elsewhere,
+    refuse_local_files,
 )
 
 _METADATA_FILE_PATTERN = re.compile(r"(?:v(\d+)|(\d+)-[^/]+?)(?:\.gz)?\.metadata\.json(?:\.gz)?")
@@ -84,7 +86,7 @@ def iceberg_snapshot(
     table, names, version = _scanned_table(source, version)
     metadata = table.metadata
     location = full_file_path("", table.location()).rstrip("/")
-    use_vended_credentials(table, location)
+    has_vended_credentials = use_vended_credentials(table, location)
     name = f"the Iceberg table {location}"
     if timestamp is not None:
         version = _version_at(table, timestamp, name)
@@ -101,6 +103,9 @@ def iceberg_snapshot(
     if snapshot is None:
         raise ValueError(f"{name} has no snapshot: nothing has been written to it")
     files = tuple(_data_files(table, snapshot, schema, columns, name))
+    refuse_local_files(name, location, files)
+    if has_vended_credentials:
+        refuse_files_elsewhere(name, location, files)
     version_parts = [table.location(), metadata.table_uuid, snapshot.snapshot_id, schema.schema_id]
     chosen = "" if names is None else f" {' '.join(sorted(names))}"
     return TableSnapshot(

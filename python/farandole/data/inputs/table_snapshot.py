@@ -9,6 +9,7 @@ the column's default, or null. Deleted rows are positions in their file.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from farandole.data.inputs.directory_partitions import (
 from farandole.data.lazy_pyarrow import is_list_type, pa
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -32,6 +33,8 @@ FIELD_ID_KEY = b"PARQUET:field_id"
 """Metadata of a field of Arrow: the number of the column, as pyarrow reads it from a file."""
 STORED_NAME_KEY = b"stored_name"
 """Metadata of a field of a table: the name of the column in files without numbers."""
+_S3_SCHEME_PATTERN = re.compile("^s3[an]://")
+"""Pattern of other names of the scheme s3."""
 
 
 @dataclass(frozen=True)
@@ -196,6 +199,41 @@ def full_file_path(location: str, path: str) -> str:
     if "://" in path or path.startswith("/"):
         return path
     return f"{location.rstrip('/')}/{path}" if location else str(Path.cwd() / path)
+
+
+def refuse_files_elsewhere(name: str, location: str, files: Iterable[TableFile]) -> None:
+    """Refuses files that are not below the location of a table: credentials of a catalog hold for
+    the location alone, and other files would be read with the user's own.
+
+    Args:
+        name: Description of the table, for messages.
+        location: Location of the table.
+        files: Files of the table.
+
+    Raises:
+        ValueError: There is such a file.
+    """
+    base = _S3_SCHEME_PATTERN.sub("s3://", f"{location.rstrip('/')}/")
+    for file in files:
+        path = _S3_SCHEME_PATTERN.sub("s3://", file.path)
+        if not path.startswith(base) or ".." in path.split("/"):
+            raise ValueError(f"{name} has a file that is not below its location: {file.path}")
+
+
+def refuse_local_files(name: str, location: str, files: Iterable[TableFile]) -> None:
+    """Refuses files of this host in a table that is elsewhere: a table must not choose them.
+
+    Args:
+        name: As for `refuse_files_elsewhere`.
+        location: As for `refuse_files_elsewhere`.
+        files: As for `refuse_files_elsewhere`.
+
+    Raises:
+        ValueError: There is such a file.
+    """
+    local = next((file for file in files if file.path.startswith("/")), None)
+    if local is not None and not location.startswith("/"):
+        raise ValueError(f"{name} has a file of this host, which is not read: {local.path}")
 
 
 class FileBatchConversion:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from farandole.data.inputs.catalog_names import resolve_table_names
+from farandole.data.inputs.catalog_names import resolve_table_names, table_at_location
 from farandole.data.inputs.delta_tables import delta_snapshot, is_delta_table, open_delta_table
 from farandole.data.inputs.iceberg_tables import (
     iceberg_snapshot,
@@ -16,7 +16,7 @@ from farandole.data.inputs.iceberg_tables import (
     parse_timestamp,
 )
 from farandole.data.inputs.optional_package_types import is_instance_by_name
-from farandole.data.inputs.table_snapshot import TableSnapshot
+from farandole.data.inputs.table_snapshot import TableSnapshot, refuse_files_elsewhere
 
 if TYPE_CHECKING:
     import datetime as dt
@@ -149,7 +149,19 @@ def _open_table_in_directory(
     path: str, version: int | None, moment: dt.datetime | None
 ) -> TableSnapshot | None:
     delta = open_delta_table(path, version, moment)
-    if delta is not None:
-        return delta_snapshot(delta)
-    iceberg = open_iceberg_table(path)
-    return None if iceberg is None else iceberg_snapshot(iceberg, version, moment)
+    iceberg = open_iceberg_table(path) if delta is None else None
+    in_catalog = table_at_location(path)
+    if in_catalog is not None:
+        # A Delta table without its log would be read with its deleted rows.
+        found = "DELTA" if delta is not None else "PARQUET" if iceberg is None else "ICEBERG"
+        if found != in_catalog.data_format:
+            raise ValueError(
+                f"{in_catalog.label} has the format {in_catalog.data_format} in the catalog, and "
+                f"its directory the format {found}: {path}"
+            )
+    if delta is None:
+        return None if iceberg is None else iceberg_snapshot(iceberg, version, moment)
+    snapshot = delta_snapshot(delta)
+    if in_catalog is not None:
+        refuse_files_elsewhere(in_catalog.label, snapshot.location, snapshot.files)
+    return snapshot

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Tables of Unity Catalog by name, without Spark: `uc://catalog.schema.table`.
 
-name --REST--> location and number of the table --REST--> credentials for its files, which the
+name --REST--> location and ID of the table --REST--> credentials for its files, which the
 native store requests again before they expire
 """
 
@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, urlsplit
 
-from farandole.data.inputs.catalog_requests import (
-    CatalogSession,
-    read_text_field,
-)
+from farandole.data.inputs.catalog_names import TableInCatalog, note_table_location
+from farandole.data.inputs.catalog_requests import CatalogSession, read_text_field
+from farandole.data.inputs.credential_failures import log_first_failure
 from farandole.stores.store_options import CREDENTIALS_OPTION, StorageOptions
 
 if TYPE_CHECKING:
@@ -27,13 +26,17 @@ _TABLES_PATH: Final = "/api/2.1/unity-catalog/tables/"
 _CREDENTIALS_PATH: Final = "/api/2.1/unity-catalog/temporary-table-credentials"
 _METASTORE_PATH: Final = "/api/2.1/unity-catalog/metastore_summary"
 _READ_SCHEMES: Final = ("s3", "s3a", "gs", "abfss")
-"""Schemes of locations that are read. A catalog must not choose a file of this host."""
+"""Schemes of locations that are read. A catalog must not choose a file of this host.
+`refuse_local_files` says the same of the files of a table.
+"""
 _READ_FORMATS: Final = ("DELTA", "PARQUET")
 _READ_TABLE_TYPES: Final = ("MANAGED", "EXTERNAL", "STREAMING_TABLE")
 _MAX_LOCATION_CHARACTERS: Final = 2048
 _REGION_VARIABLES: Final = ("AWS_REGION", "AWS_DEFAULT_REGION")
 _REGION_PATTERN: Final = re.compile(r"[a-z]{2}(-[a-z]+)+-\d")
 _MILLISECONDS_PER_SECOND: Final = 1e3
+_MAX_EXPIRY_MILLISECONDS: Final = 10**14
+"""Year 5138: datetimes end in the year 9999."""
 _CREDENTIAL_FIELDS: Final = {
     "aws_temp_credentials": {
         "key": "access_key_id",
@@ -45,7 +48,7 @@ _CREDENTIAL_FIELDS: Final = {
     "gcp_oauth_token": {"token": "oauth_token"},
 }
 """Kinds of credentials in an answer: names of a storage option's credentials, and of fields."""
-_SHARING_ADVICE: Final = (
+_PERMISSION_ADVICE: Final = (
     "the user of the token needs SELECT on the table and EXTERNAL USE SCHEMA on its schema, and "
     "the metastore must allow external data access"
 )
@@ -58,14 +61,16 @@ class CatalogTable:
     Attributes:
         session: the catalog.
         name: `catalog.schema.table`.
-        number: the catalog's number of the table, a UUID.
+        table_id: the catalog's UUID of the table.
         location: URL of its directory.
+        data_format: `DELTA` or `PARQUET`.
     """
 
     session: CatalogSession
     name: str
-    number: str
+    table_id: str
     location: str
+    data_format: str
 
     @classmethod
     def find_table(cls, session: CatalogSession, name: str) -> CatalogTable:
@@ -81,14 +86,14 @@ class CatalogTable:
         """
         label = session.table_label(name)
         found = session.request_json(
-            _TABLES_PATH + quote(name, safe=""), None, label, _SHARING_ADVICE
+            _TABLES_PATH + quote(name, safe=""), None, label, _PERMISSION_ADVICE
         )
-        kind, form = found.get("table_type"), found.get("data_source_format")
-        if kind not in _READ_TABLE_TYPES or form not in _READ_FORMATS:
+        kind, data_format = found.get("table_type"), found.get("data_source_format")
+        if kind not in _READ_TABLE_TYPES or data_format not in _READ_FORMATS:
             raise ValueError(
-                f"{label} is not read: its type is {_shown(kind)}, and its format {_shown(form)}. "
-                f"Tables in the formats {' and '.join(_READ_FORMATS)} are: read others with Spark, "
-                "and fit on the DataFrame"
+                f"{label} is not read: its type is {_shown(kind)}, and its format "
+                f"{_shown(data_format)}. Tables in the formats {' and '.join(_READ_FORMATS)} are: "
+                "read others with Spark, and fit on the DataFrame"
             )
         columns = found.get("columns")
         has_mask = isinstance(columns, list) and any(
@@ -99,9 +104,9 @@ class CatalogTable:
                 f"{label} has a row filter or column masks, which files do not obey: read it with "
                 "Spark, and fit on the DataFrame"
             )
-        number = read_text_field(found, "table_id", label)
+        table_id = read_text_field(found, "table_id", label)
         location = read_text_field(found, "storage_location", label)
-        return cls(session, name, number, _checked_location(location, label))
+        return cls(session, name, table_id, _checked_location(location, label), data_format)
 
     def storage_options(self) -> dict[str, Any]:
         """Returns the options by which the native store reads the files of the table."""
@@ -125,9 +130,9 @@ class CatalogTable:
 
 @dataclass(frozen=True)
 class TableCredentials:
-    """A function that returns temporary credentials for the files of a table, to read them.
+    """Temporary credentials for the files of a table, to read them: each call requests new ones.
 
-    It is sent to the processes that read, with the means to sign in to the catalog.
+    It is sent to the processes that read, and contains the token or secret of the session.
     """
 
     table: CatalogTable
@@ -142,10 +147,18 @@ class TableCredentials:
             ValueError: Credentials of a kind that is not known.
             OSError: The catalog refuses the request, or does not answer.
         """
+        label = self.table.session.table_label(self.table.name)
+        with log_first_failure(
+            f"credentials for {label}", lambda error: str(error).removeprefix(f"{label}: ")
+        ):
+            return self.request_credentials()
+
+    def request_credentials(self) -> dict[str, Any]:
+        """Like a call, without a warning about a failure."""
         table = self.table
         label = table.session.table_label(table.name)
-        body = {"table_id": table.number, "operation": "READ"}
-        found = table.session.request_json(_CREDENTIALS_PATH, body, label, _SHARING_ADVICE)
+        body = {"table_id": table.table_id, "operation": "READ"}
+        found = table.session.request_json(_CREDENTIALS_PATH, body, label, _PERMISSION_ADVICE)
         kind = next(
             (kind for kind in _CREDENTIAL_FIELDS if isinstance(found.get(kind), dict)), None
         )
@@ -156,28 +169,31 @@ class TableCredentials:
             for name, field in _CREDENTIAL_FIELDS[kind].items()
         }
         expires = found.get("expiration_time")
-        if not isinstance(expires, int) or isinstance(expires, bool) or expires <= 0:
+        is_whole = isinstance(expires, int) and not isinstance(expires, bool)
+        if expires is None or not is_whole or not 0 < expires < _MAX_EXPIRY_MILLISECONDS:
             raise ValueError(f"{label} has credentials without the time of their expiry")
         return {**keys, "expires": expires / _MILLISECONDS_PER_SECOND}
 
 
-def open_table_location(name: str, storage_options: Mapping[str, Any] | None) -> str:
-    """Returns the location of a table. This process, and processes that get the options of the
-    location, then read it with credentials of the catalog.
+def register_table_location(name: str, storage_options: Mapping[str, Any] | None) -> str:
+    """Asks the catalog for a table, registers credentials for its location in this process, and
+    returns the location. Processes that get the options of the location read it with them, too.
 
     Args:
         name: `catalog.schema.table`.
         storage_options: Further options of the location, such as an endpoint.
 
     Raises:
-        ValueError: No means to sign in, or a table that is not read.
+        ValueError: No token or secret, or a table that is not read.
         OSError: The catalog refuses a request, or does not answer.
     """
     table = CatalogTable.find_table(CatalogSession.from_environment(name), name)
     # Here an error has all its words; of an error in a renewal, the native store shows the type.
-    TableCredentials(table)()
+    TableCredentials(table).request_credentials()
     options = {**table.storage_options(), **(storage_options or {})}
     StorageOptions((table.location,), options).apply_to_process()
+    label = table.session.table_label(name)
+    note_table_location(table.location, TableInCatalog(label, table.data_format))
     return table.location
 
 
@@ -191,7 +207,8 @@ def _checked_location(location: str, label: str) -> str:
     is_plain = (
         location.isprintable()
         and len(location) <= _MAX_LOCATION_CHARACTERS
-        and not (parts.query or parts.fragment or "?" in location or "#" in location)
+        and not any(character in location for character in "?#*[")
+        and "//" not in parts.path
         and ".." not in parts.path.split("/")
     )
     has_key = bool(parts.path.strip("/"))

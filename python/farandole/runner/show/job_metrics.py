@@ -58,6 +58,9 @@ class JobMetrics(RunReportReceiver):
         self._row_rate: float | None = None
         self._counters = _RankCounters()
         self._checkpoint_at: float | None = None
+        """Time by the clock of this host."""
+        self._last_reports: dict[Any, tuple[float, float]] = {}
+        """Times of each task's last report: by the clock of its host, and when it arrived."""
 
     def put_row(self, run: str, key: str, body: dict[str, Any], *, logged: bool = True) -> None:
         """Like `RunReportReceiver.put_row`."""
@@ -69,8 +72,10 @@ class JobMetrics(RunReportReceiver):
                 self._ranks = body["ranks"]
                 for rank in self._ranks:
                     self._counters.add_report(rank)
+                    self._note_report_time(rank)
                     # Remains when the rank that has saved is lost.
                     if _is_number(at := rank.get("checkpoint_at")):
+                        at = self._clock() - self._age_on_host(rank, at)
                         self._checkpoint_at = max(at, self._checkpoint_at or at)
 
     def set_gauge(self, name: str, value: float) -> None:
@@ -89,7 +94,11 @@ class JobMetrics(RunReportReceiver):
                 continue
             samples += self._rank_samples(rank)
             host = str(rank.get("host"))
-            if host not in hosts and isinstance(rank.get("load"), dict) and self._is_heard(rank):
+            if (
+                host not in hosts
+                and isinstance(rank.get("load"), dict)
+                and self._has_reported_recently(rank)
+            ):
                 hosts.add(host)
                 samples += self._host_samples(host, rank["load"])
         return samples
@@ -113,19 +122,19 @@ class JobMetrics(RunReportReceiver):
     def _rank_samples(self, rank: Mapping[str, Any]) -> Iterator[MetricSample]:
         labels = {"run": self.name, "rank": str(rank["rank"]), "host": str(rank.get("host"))}
         step = rank.get("step_seconds")
-        if _is_number(step) and step > 0 and self._has_present_step(rank, step):
+        if _is_number(step) and step > 0 and self._has_recent_step(rank, step):
             yield MetricSample("farandole.step.duration", labels, step)
             for part in ("data", "reduction"):
                 seconds = rank.get("data_seconds" if part == "data" else "reduce_seconds")
                 if _is_number(seconds):
                     yield MetricSample(f"farandole.step.{part}_wait", labels, seconds / step)
         if _is_number(step_at := rank.get("step_at")):
-            yield MetricSample("farandole.step.age", labels, self._age(step_at))
+            yield MetricSample("farandole.step.age", labels, self._age_on_host(rank, step_at))
         with self._lock:
             counters = self._counters.sums(rank)
         yield from _counter_samples(labels, counters)
         load = rank.get("load")
-        if isinstance(load, dict) and self._is_heard(rank):
+        if isinstance(load, dict) and self._has_reported_recently(rank):
             for metric, name in (
                 ("farandole.rank.memory", "process_memory"),
                 ("farandole.gpu.utilization", "gpu"),
@@ -135,19 +144,37 @@ class JobMetrics(RunReportReceiver):
                     yield MetricSample(metric, labels, value)
 
     def _age(self, at: float) -> float:
-        """Returns the seconds since a time, which another host's clock may have given."""
+        """Returns the seconds since a time."""
         return max(self._clock() - at, 0.0)
 
-    def _is_heard(self, rank: Mapping[str, Any]) -> bool:
-        """Returns whether the last report of a rank is recent."""
-        reported_at = rank.get("reported_at")
-        return not _is_number(reported_at) or self._age(reported_at) <= _REPORT_EXPIRY_SECONDS
+    def _note_report_time(self, rank: Mapping[str, Any]) -> None:
+        task, reported_at = rank.get("task"), rank.get("reported_at")
+        if not _is_number(reported_at):
+            self._last_reports.pop(task, None)
+        elif task not in self._last_reports or self._last_reports[task][0] != reported_at:
+            self._last_reports[task] = reported_at, self._clock()
 
-    def _has_present_step(self, rank: Mapping[str, Any], step: float) -> bool:
+    def _age_on_host(self, rank: Mapping[str, Any], at: float) -> float:
+        """Returns the seconds since a time that the clock of a rank's host has given, which may be
+        wrong: the time before the report by that clock, and since its arrival by this host's.
+        """
+        report = self._last_reports.get(rank.get("task"))
+        if report is None:
+            return self._age(at)
+        reported_at, arrived_at = report
+        return max(reported_at - at, 0.0) + self._age(arrived_at)
+
+    def _has_reported_recently(self, rank: Mapping[str, Any]) -> bool:
+        reported_at = rank.get("reported_at")
+        if not _is_number(reported_at):
+            return True
+        return self._age_on_host(rank, reported_at) <= _REPORT_EXPIRY_SECONDS
+
+    def _has_recent_step(self, rank: Mapping[str, Any], step: float) -> bool:
         """Returns whether a mean of steps is no old value: steps still end."""
         step_at = rank.get("step_at")
         expiry = max(_MIN_STEP_EXPIRY_SECONDS, _STEP_EXPIRY_STEPS * step)
-        return not _is_number(step_at) or self._age(step_at) <= expiry
+        return not _is_number(step_at) or self._age_on_host(rank, step_at) <= expiry
 
     def _host_samples(self, host: str, load: Mapping[str, Any]) -> Iterator[MetricSample]:
         labels = {"run": self.name, "host": host}
