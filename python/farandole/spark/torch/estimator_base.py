@@ -235,13 +235,17 @@ class TorchEstimatorBase(
             )
         if value != BALANCED:
             return given_class_weights(value, name, prepared.categories.get(name))
-        for option in ("transformation_fn", "data_module"):
+        for option in self._class_changing_options():
             if self.getOrDefault(option) is not None:
                 raise ValueError(
                     f'class_weight="{BALANCED}" counts the classes in the data before training, '
                     f"and {option} may change them: set a dict of weights by class"
                 )
         return balanced_class_weights(data, name, loss)
+
+    def _class_changing_options(self) -> tuple[str, ...]:
+        """Returns the options with which training rows may have other classes than the data."""
+        return ("transformation_fn", "data_module")
 
     def _get_model_kwargs(
         self,

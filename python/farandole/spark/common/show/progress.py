@@ -7,6 +7,7 @@ With `verbose=0` it shows nothing.
 
 Workers send two kinds of reports: `{"kind": "step", ...}` a few times per second and `{"kind":
 "epoch", ...}` with an entry of the history. `farandole.runner.report_validation` has checked them.
+`{"kind": "message", "text": ...}` is a sentence for the user.
 A report of a user's own function may lack what estimators add; it is not shown.
 """
 
@@ -52,6 +53,8 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
             report: Checked by `farandole.runner.report_validation`.
         """
         kind = report.get("kind")
+        if kind == "message" and isinstance(report.get("text"), str):
+            self.show_message(report["text"])
         if kind not in _REPORT_KINDS or any(
             report.get(name) is None for name in _REQUIRED_REPORT_VALUES
         ):

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Pretrained models of Hugging Face on Spark: a checkpoint and a column of text make an estimator.
+
+`TextClassifier` and `TextRegressor` fine-tune a checkpoint on a DataFrame, `TextEmbedder` adds
+embeddings to one. Names are loaded when first used, so that a training process never imports
+pyspark.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+if find_spec("transformers") is None:
+    raise ImportError(
+        "farandole.spark.transformers needs the packages transformers and torch: "
+        "pip install transformers torch",
+        name="transformers",
+    )
+
+if TYPE_CHECKING:
+    from farandole.spark.transformers.embedder import TextEmbedder
+    from farandole.spark.transformers.estimator import TextClassifier, TextRegressor
+    from farandole.spark.transformers.model import TextClassifierModel, TextRegressorModel
+
+_MODULE_BY_NAME = {
+    "TextClassifier": "estimator",
+    "TextClassifierModel": "model",
+    "TextEmbedder": "embedder",
+    "TextRegressor": "estimator",
+    "TextRegressorModel": "model",
+}
+
+__all__ = [
+    "TextClassifier",
+    "TextClassifierModel",
+    "TextEmbedder",
+    "TextRegressor",
+    "TextRegressorModel",
+]
+
+
+def __getattr__(name: str) -> object:
+    home = _MODULE_BY_NAME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if find_spec("pyspark") is None:
+        raise ImportError(f"{name} needs pyspark: pip install pyspark", name="pyspark")
+    return getattr(import_module(f"{__name__}.{home}"), name)

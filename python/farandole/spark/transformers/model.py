@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Fitted models of text: tokens are made of the texts in the tasks that predict.
+
+A saved model contains a checkpoint in the layout of Hugging Face and plain parameters. Loading it
+runs no code of the file.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import transformers
+
+from farandole.common import argument_checks
+from farandole.spark.common.parameter import Parameter
+from farandole.spark.common.saving.persistence import ParamsReader, ParamsWriter
+from farandole.spark.torch.model import TorchModel
+from farandole.spark.transformers.checkpoint import (
+    TextCheckpoint,
+    open_checkpoint,
+    quiet_transformers,
+)
+from farandole.spark.transformers.networks import TextNetwork
+from farandole.spark.transformers.params import TextColumnParams
+from farandole.spark.transformers.tokenization import TextTokenization
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
+_OBJECT_PARAMS = (
+    "model",
+    "optimizer",
+    "loss",
+    "loss_constructors",
+    "transformation_fn",
+    "tokenizer_files",
+    "checkpoint",
+)
+"""Parameters that are no plain values. A saved model has a checkpoint instead."""
+
+
+def create_tokenization(
+    params: TextColumnParams, checkpoint: TextCheckpoint, *, has_fixed_length: bool = False
+) -> TextTokenization:
+    """Returns the function that makes tokens of a column of texts.
+
+    Args:
+        params: names the column and the lengths.
+        checkpoint: has the tokenizer.
+        has_fixed_length: whether every batch has the largest length.
+
+    Raises:
+        ValueError: the network takes fewer tokens than `max_length`.
+    """
+    return TextTokenization(
+        text_col=params.getTextCol(),
+        tokenizer=checkpoint.tokenizer.backend_tokenizer.to_str(),
+        max_length=checkpoint.resolve_max_length(params.getMaxLength()),
+        length_multiple=params.getLengthMultiple(),
+        has_fixed_length=has_fixed_length,
+    )
+
+
+class TextModelWriter(ParamsWriter):
+    """A writer of a model of text."""
+
+    def split_plain_and_packed(
+        self, values: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """Like `ParamsWriter.split_plain_and_packed`; a part for each file of a checkpoint."""
+        plain = {name: value for name, value in values.items() if name not in _OBJECT_PARAMS}
+        with tempfile.TemporaryDirectory(prefix="farandole-checkpoint-") as directory:
+            self.instance.save_pretrained(directory)  # pyright: ignore[reportAttributeAccessIssue]
+            files = sorted(Path(directory).iterdir())
+            return plain, {one.name: one.read_bytes() for one in files}
+
+
+class TextModelReader(ParamsReader["TextModel"]):
+    """A reader of a model of text."""
+
+    def restore_packed_parts(self, loaded: TextModel, parts: dict[str, bytes], path: str) -> None:
+        """Like `ParamsReader.restore_packed_parts`; runs no code of the file."""
+        with tempfile.TemporaryDirectory(prefix="farandole-checkpoint-") as directory:
+            for name, content in parts.items():
+                # A name must not lead out of the directory.
+                (Path(directory) / Path(name).name).write_bytes(content)
+            with open_checkpoint(directory) as checkpoint:
+                loaded.use_checkpoint(checkpoint)
+
+
+class TextModel(TextColumnParams, TorchModel):
+    """The base of models that take a column of texts."""
+
+    tokenizer_files: Parameter[Mapping[str, str]] = Parameter(
+        "Files of the tokenizer, text by name.", argument_checks.accept_any_value, default=None
+    )
+
+    _writer_class = TextModelWriter
+    _network_class: ClassVar[Any] = transformers.AutoModelForSequenceClassification
+
+    @classmethod
+    def read(cls) -> TextModelReader:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Returns the reader, which runs no code of the file."""
+        return TextModelReader(cls)
+
+    def use_checkpoint(self, checkpoint: TextCheckpoint) -> None:
+        """Takes network and tokenizer of a checkpoint.
+
+        Args:
+            checkpoint: has all weights.
+        """
+        loaded = checkpoint.load_network(self._network_class, seed=0)
+        self.setParams(
+            model=self._wrap_network(loaded.network, checkpoint.padding_id),
+            tokenizer_files=checkpoint.tokenizer_files(),
+            transformation_fn=create_tokenization(self, checkpoint),
+        )
+
+    def _wrap_network(self, network: Any, padding_id: int) -> Any:
+        """Returns the module that takes tokens as one tensor."""
+        return TextNetwork(network, padding_id)
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Writes network and tokenizer in the layout of Hugging Face, for `from_pretrained`.
+        Adapters are merged into the weights of the files; the model keeps them apart.
+
+        Args:
+            directory: on this host; it is made if it does not exist.
+
+        Raises:
+            ValueError: there is no model.
+        """
+        if self.getModel() is None:
+            raise ValueError("model is required")
+        network = self.getModel().network
+        if getattr(self.getModel(), "has_adapter", False):
+            import copy  # noqa: PLC0415 - few models have adapters
+
+            network = copy.deepcopy(network).merge_and_unload()
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        with quiet_transformers():
+            network.save_pretrained(directory)
+        for name, text in (self.getTokenizerFiles() or {}).items():
+            (Path(directory) / Path(name).name).write_text(text, "utf-8")
+
+    def save_adapter(self, directory: str | os.PathLike[str]) -> None:
+        """Writes the adapters alone, as `peft.PeftModel.from_pretrained` reads them.
+
+        Args:
+            directory: on this host; it is made if it does not exist.
+
+        Raises:
+            ValueError: the model has no adapters.
+        """
+        if not getattr(self.getModel(), "has_adapter", False):
+            raise ValueError("the model has no adapters: fit with lora, and save before merging")
+        self.getModel().network.save_pretrained(directory)
+
+    def merge_adapter(self) -> Self:
+        """Adds the adapters to the weights of the network, and removes them. Predictions stay the
+        same up to rounding.
+
+        Returns:
+            The object.
+        """
+        self.getModel().merge_adapter()
+        return self
+
+    def to_onnx(self, *_: Any, **__: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Raises an error, because tokens are no columns.
+
+        Raises:
+            ValueError: always; the message says what to do.
+        """
+        raise ValueError(
+            "a model of text takes tokens, which are no columns: write it with save_pretrained, "
+            "and export the network from there"
+        )
+
+
+class TextClassifierModel(TextModel):
+    """A fitted `TextClassifier`: `transform` adds logits, probabilities and names of classes."""
+
+
+class TextRegressorModel(TextModel):
+    """A fitted `TextRegressor`: `transform` adds the predicted numbers."""

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Networks of transformers as modules of one tensor of tokens, and the adapters in them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+
+from farandole.spark.transformers.tokenization import PADDING_TOKEN
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class TextNetwork(torch.nn.Module):
+    """A network of transformers that takes tokens as one tensor and returns its logits.
+
+    With adapters, the state of the module contains only the weights that are trained, so only these
+    are in checkpoints.
+
+    Args:
+        network: a model for sequences, or one of PEFT around it.
+        padding_id: id of the token that stands in the padded places.
+        has_adapter: whether PEFT has put adapters into the network.
+    """
+
+    def __init__(
+        self, network: torch.nn.Module, padding_id: int, *, has_adapter: bool = False
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self.padding_id = padding_id
+        self.has_adapter = has_adapter
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Returns the logits, (rows, classes), or (rows, 1) of a regression.
+
+        Args:
+            tokens: (rows, tokens), int64, with `PADDING_TOKEN` at the ends.
+        """
+        ids, mask = split_padding(tokens, self.padding_id)
+        return self.network(input_ids=ids, attention_mask=mask).logits
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Returns the weights by name; with adapters, without the weights that are frozen."""
+        state = super().state_dict(*args, **kwargs)
+        for name in self._frozen_names():
+            del state[name]
+        return state
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Loads a state; with adapters, frozen weights keep their values.
+
+        Args:
+            state_dict: a result of `state_dict`.
+            strict: whether names must be the same.
+            assign: as torch has it.
+
+        Raises:
+            RuntimeError: names or shapes differ.
+        """
+        frozen = self._frozen_names()
+        own = dict(super().state_dict()) if frozen else {}
+        kept = {name: own[name] for name in frozen}
+        return super().load_state_dict({**kept, **state_dict}, strict, assign)
+
+    def frozen_weights(self) -> dict[str, torch.Tensor]:
+        """Returns the weights that adapters leave as they are, by name."""
+        own, frozen = super().state_dict(), self._frozen_names()
+        return {name: own[name] for name in frozen}
+
+    def merge_adapter(self) -> None:
+        """Adds the adapters to the weights that they adapt, and removes them."""
+        if self.has_adapter:
+            self.network: Any = self.network.merge_and_unload()  # pyright: ignore[reportCallIssue]
+            self.has_adapter = False
+
+    def _frozen_names(self) -> list[str]:
+        if not self.has_adapter:
+            return []
+        return [name for name, one in self.named_parameters() if not one.requires_grad]
+
+
+class TextEmbeddingNetwork(torch.nn.Module):
+    """A network of transformers that returns one vector for a text.
+
+    Args:
+        network: a base model, which returns `last_hidden_state`.
+        padding_id: as for `TextNetwork`.
+        pooling: `"mean"` of the tokens, or the `"first"` token.
+        normalize: whether vectors have the length 1.
+    """
+
+    def __init__(
+        self, network: torch.nn.Module, padding_id: int, pooling: str, *, normalize: bool
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self.padding_id = padding_id
+        self.pooling = pooling
+        self.normalize = normalize
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Returns the vectors, (rows, width of the network).
+
+        Args:
+            tokens: as for `TextNetwork.forward`.
+        """
+        ids, mask = split_padding(tokens, self.padding_id)
+        states = self.network(input_ids=ids, attention_mask=mask).last_hidden_state
+        if self.pooling == "first":
+            pooled = states[:, 0]
+        else:
+            shares = mask[:, :, None].to(states.dtype)
+            pooled = (states * shares).sum(dim=1) / shares.sum(dim=1)
+        return functional.normalize(pooled, dim=1) if self.normalize else pooled
+
+
+def split_padding(tokens: torch.Tensor, padding_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns ids and attention mask of a batch; an empty text has one padding token.
+
+    Args:
+        tokens: (rows, tokens), int64, with `PADDING_TOKEN` at the ends.
+        padding_id: id of the token that stands in the padded places.
+    """
+    mask = tokens != PADDING_TOKEN
+    first = torch.arange(tokens.shape[1], device=tokens.device) == 0
+    return torch.where(mask, tokens, padding_id), (mask | first).long()
