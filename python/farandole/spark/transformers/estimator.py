@@ -6,7 +6,7 @@ They are a `TorchEstimator` whose model, inputs and transformation follow from t
 network is made when the classes are known: after the rows are prepared, before workers start.
 """
 
-# ruff: noqa: N802 - Spark ML's manner
+# ruff: noqa: N802, SLF001 - Spark ML's manner; a fit has a copy of the estimator
 
 from __future__ import annotations
 
@@ -283,7 +283,11 @@ def _describe_beginning(loaded: LoadedNetwork, network: TextNetwork) -> Iterator
     if loaded.fresh_layers:
         yield f"the checkpoint has no weights of {', '.join(loaded.fresh_layers)}: they are random"
     if network.has_adapter:
-        counts = [(one.numel(), one.requires_grad) for one in network.parameters()]
+        counts = [
+            (one.numel(), one.requires_grad)
+            for name, one in network.named_parameters()
+            if ".original_module." not in name  # PEFT's copy of a layer that is trained
+        ]
         trained = sum(size for size, is_trained in counts if is_trained)
         total = sum(size for size, _ in counts)
         yield f"{trained:,} of {total:,} parameters are trained ({trained / total:.1%})"

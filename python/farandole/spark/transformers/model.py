@@ -84,6 +84,7 @@ class TextModelReader(ParamsReader["TextModel"]):
 
     def restore_packed_parts(self, loaded: TextModel, parts: dict[str, bytes], path: str) -> None:
         """Like `ParamsReader.restore_packed_parts`; runs no code of the file."""
+        del path
         with tempfile.TemporaryDirectory(prefix="farandole-checkpoint-") as directory:
             for name, content in parts.items():
                 # A name must not lead out of the directory.

@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Estimators of text without Spark: checkpoints, tokens, adapters, errors before work starts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import peft
+import pyarrow as pa
+import pytest
+import safetensors.torch
+import torch
+from pyspark.ml.param import Params
+from tests.parity.gang import StandingGang
+from tests.text_checkpoints import (
+    BAD_WORDS,
+    GOOD_WORDS,
+    LENGTH,
+    make_network,
+    make_reviews,
+    make_tokenizer,
+    write_checkpoint,
+)
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertForSequenceClassification,
+)
+
+from farandole.spark.common import LocalBackend
+from farandole.spark.torch.saving.state_bytes import unpack_state
+from farandole.spark.transformers import TextClassifier, TextRegressor
+from farandole.spark.transformers.tokenization import PADDING_TOKEN, TextTokenization
+from farandole.stores.pickle_policy import PickleNotAllowedError
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
+]
+GANGS = {size: StandingGang(size) for size in (1, 2)}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def standing_processes():
+    yield
+    for gang in GANGS.values():
+        gang.close()
+
+
+def make_classifier(checkpoint, store, processes=1, **options):
+    known = {
+        "text_col": "review",
+        "label_col": "mood",
+        "learning_rate": 0.01,
+        "batch_size": 16,
+        "random_seed": 1,
+        "verbose": 0,
+        "backend": GANGS[processes],
+    }
+    return TextClassifier(checkpoint=checkpoint, store=str(store), **known | options)
+
+
+def predict_classes(network, texts):
+    tokens = make_tokenizer()(texts, return_tensors="pt", padding=True)
+    with torch.no_grad():
+        logits = network.eval()(**tokens).logits
+    return [network.config.id2label[index] for index in logits.argmax(dim=1).tolist()]
+
+
+def test_a_classifier_learns_words_and_transformers_reads_what_it_saves(checkpoint, tmp_path):
+    fitted = make_classifier(checkpoint, tmp_path, epochs=8, processes=2).fit(make_reviews(128))
+    assert fitted.getHistory()[-1]["train"]["loss"] < 0.1
+    fitted.save_pretrained(tmp_path / "saved")
+    network = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
+    assert network.config.label2id == {"happy": 0, "sad": 1}
+    texts = [f"{word} film" for word in (*GOOD_WORDS, *BAD_WORDS)]
+    assert predict_classes(network, texts) == ["happy"] * 4 + ["sad"] * 4
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert tokenizer(texts)["input_ids"] == make_tokenizer()(texts)["input_ids"]
+    saved = {name: path.read_bytes()[:2] for path in (tmp_path / "saved").iterdir()
+             for name in [path.name]}  # fmt: skip
+    assert b"PK" not in saved.values()  # no pickle
+    assert set(saved) >= {"config.json", "model.safetensors", "tokenizer.json"}
+
+
+def test_a_model_in_memory_and_one_on_a_store_train_like_a_directory(checkpoint, tmp_path):
+    url, rows = f"memory://text-{os.getpid()}/bert", make_reviews(32)
+    from farandole._native.store import Store
+
+    store = Store(url)
+    for path in Path(checkpoint).iterdir():
+        store.write(path.name, path.read_bytes())
+    store.write("optimizer.pt", b"not fetched")
+    given = {"directory": checkpoint, "store": url, "memory": (make_network(), make_tokenizer())}
+    losses = {
+        name: make_classifier(value, tmp_path / name).fit(rows).getHistory()[-1]["train"]["loss"]
+        for name, value in given.items()
+    }
+    store.delete_all()
+    assert losses["store"] == losses["memory"] == losses["directory"]
+
+
+def test_a_regressor_learns_numbers(checkpoint, tmp_path):
+    fitted = TextRegressor(
+        checkpoint=checkpoint, text_col="review", label_col="stars", learning_rate=0.03, epochs=12,
+        random_seed=1, verbose=0, batch_size=16, backend=LocalBackend(1, verbose=0),
+        store=str(tmp_path / "store"),
+    ).fit(make_reviews(128))  # fmt: skip
+    assert fitted.getHistory()[-1]["train"]["loss"] < 1 < fitted.getHistory()[0]["train"]["loss"]
+    fitted.save_pretrained(tmp_path / "saved")
+    network = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
+    assert network.config.num_labels == 1
+    assert network.config.id2label == {0: "stars"}
+
+
+def test_adapters_alone_are_trained_and_checkpointed(checkpoint, tmp_path):
+    classifier = make_classifier(
+        checkpoint,
+        tmp_path / "store",
+        processes=2,
+        epochs=16,
+        learning_rate=0.03,
+        lora=4,
+        run_id="adapters",
+    )
+    fitted = classifier.fit(make_reviews(128))
+    state = unpack_state((tmp_path / "store" / "runs" / "adapters" / "checkpoint").read_bytes())
+    parts = {name.rpartition(".")[0].rpartition(".")[2] for name in state["model"]}
+    assert all("lora_" in name or ".modules_to_save." in name for name in state["model"]), parts
+    before = safetensors.torch.load_file(Path(checkpoint) / "model.safetensors")
+    network = fitted.getModel().network.get_base_model()
+    assert torch.equal(
+        network.bert.embeddings.word_embeddings.weight.cpu(),
+        before["bert.embeddings.word_embeddings.weight"],
+    )
+    assert fitted.getHistory()[-1]["train"]["loss"] < 0.3
+    tokens = torch.tensor([[2, 5, 13, 3, PADDING_TOKEN], [2, 9, 13, 14, 3]])
+    with torch.no_grad():
+        apart = fitted.getModel().eval()(tokens)
+        fitted.save_pretrained(tmp_path / "saved")  # merges a copy
+        fitted.save_adapter(tmp_path / "adapter")
+        assert fitted.getModel().has_adapter
+        merged = fitted.merge_adapter().getModel()(tokens)
+    assert torch.allclose(apart, merged, atol=1e-5)
+    texts = [f"{word} book" for word in (*GOOD_WORDS, *BAD_WORDS)]
+    network = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
+    assert predict_classes(network, texts) == ["happy"] * 4 + ["sad"] * 4
+    base = BertForSequenceClassification.from_pretrained(checkpoint, num_labels=2)
+    loaded = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
+    with torch.no_grad():
+        again = loaded(tokens.clamp(min=0), (tokens != PADDING_TOKEN).long()).logits
+    assert torch.allclose(apart, again, atol=1e-5)
+    with pytest.raises(ValueError, match="the model has no adapters: fit with lora"):
+        fitted.save_adapter(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("lora", [None, 2])
+def test_a_resumed_run_ends_like_an_uninterrupted_one(checkpoint, tmp_path, lora):
+    rows, found = make_reviews(40), {}
+    for name, lengths in (("at once", [2]), ("resumed", [1, 2])):
+        for epochs in lengths:
+            fitted = make_classifier(
+                checkpoint, tmp_path / name, lora=lora, run_id="run", epochs=epochs
+            ).fit(rows)
+        found[name] = dict(fitted.getModel().state_dict())
+        assert [entry["epoch"] for entry in fitted.getHistory()] == [0, 1]
+    for name, value in found["at once"].items():
+        assert torch.equal(value, found["resumed"][name]), name
+
+
+def test_truncated_texts_are_counted_and_said_once(checkpoint, tmp_path, capsys):
+    rows = make_reviews(40, longest=2 * LENGTH)
+    lengths = [len(text.as_py().split()) for text in rows["review"]]
+    options = {"backend": LocalBackend(2, verbose=0), "epochs": 2, "verbose": 1}
+    make_classifier(checkpoint, tmp_path, max_length=8, **options).fit(rows)
+    said = [line for line in capsys.readouterr().err.splitlines() if "max_length" in line]
+    truncated = sum(length + 2 > 8 for length in lengths)
+    assert said == [
+        f"{truncated} of 40 texts have more than max_length=8 tokens: the rest of them is not used"
+    ]
+
+
+def test_weights_that_begin_at_random_are_named(checkpoint, tmp_path, capsys):
+    make_classifier(checkpoint, tmp_path, verbose=1, lora=1).fit(make_reviews(16))
+    said = capsys.readouterr().err
+    assert "the checkpoint has no weights of bert.pooler.dense, classifier: they are random" in said
+    assert "parameters are trained (" in said
+
+
+def test_a_batch_is_padded_to_a_multiple_and_an_empty_text_has_tokens():
+    tokenization = TextTokenization(
+        text_col="review",
+        tokenizer=make_tokenizer().backend_tokenizer.to_str(),
+        max_length=LENGTH,
+        length_multiple=4,
+    )
+    texts = np.array(["good film", "", "the film is bad and dull"], dtype=object)
+    columns = tokenization({"review": texts, "mood": np.arange(3)})
+    assert columns["review"].dtype == np.int64
+    assert columns["review"].shape == (3, 8)
+    assert columns["review"][0].tolist() == [2, 5, 13, 3, *[PADDING_TOKEN] * 4]
+    assert columns["review"][1].tolist() == [2, 3, *[PADDING_TOKEN] * 6]
+    assert columns["mood"].tolist() == [0, 1, 2]
+    assert (tokenization.counts.texts, tokenization.counts.truncated) == (3, 0)
+
+
+def test_rows_in_memory_have_one_length(checkpoint, tmp_path):
+    classifier = make_classifier(checkpoint, tmp_path, inmemory_cache_all=True, epochs=3)
+    history = classifier.fit(make_reviews(64)).getHistory()
+    assert history[-1]["train"]["loss"] < history[0]["train"]["loss"]
+
+
+def test_balanced_classes_count_words(checkpoint, tmp_path):
+    rows = make_reviews(64)
+    happy = [index for index, mood in enumerate(rows["mood"].to_pylist()) if mood == "happy"]
+    few = rows.take([*happy[:4], *(index for index in range(64) if index not in happy)])
+    fitted = make_classifier(checkpoint, tmp_path, class_weight="balanced").fit(few)
+    plain = make_classifier(checkpoint, tmp_path / "plain").fit(few)
+    assert fitted.getHistory()[0]["train"]["loss"] != plain.getHistory()[0]["train"]["loss"]
+
+
+def remove_file(directory, name):
+    (directory / name).unlink()
+
+
+def pickle_weights(directory):
+    weights = safetensors.torch.load_file(directory / "model.safetensors")
+    torch.save(weights, directory / "pytorch_model.bin")
+    remove_file(directory, "model.safetensors")
+
+
+def damage_weights(directory):
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+DAMAGES = {
+    "no tokenizer": (
+        lambda directory: remove_file(directory, "tokenizer.json"),
+        FileNotFoundError,
+        r"the checkpoint \S+ has no tokenizer.json, which tokenizer.save_pretrained writes",
+    ),
+    "no configuration": (
+        lambda directory: remove_file(directory, "config.json"),
+        FileNotFoundError,
+        r"the checkpoint \S+ has no config.json",
+    ),
+    "no weights": (
+        lambda directory: remove_file(directory, "model.safetensors"),
+        FileNotFoundError,
+        r"the checkpoint \S+ has no weights: no model.safetensors",
+    ),
+    "pickled weights": (
+        pickle_weights,
+        PickleNotAllowedError,
+        r"the weights of the checkpoint \S+ are a pickle, pytorch_model.bin",
+    ),
+    "damaged weights": (
+        damage_weights,
+        ValueError,
+        r"model.safetensors of the checkpoint \S+ is damaged",
+    ),
+    "damaged tokenizer": (
+        lambda directory: (directory / "tokenizer.json").write_text("{"),
+        ValueError,
+        r"config.json or tokenizer.json of the checkpoint \S+ is not understood",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_checkpoint_that_is_not_usable_is_named_before_rows_are_written(damage, tmp_path):
+    change, kind, message = DAMAGES[damage]
+    directory = Path(write_checkpoint(tmp_path / "checkpoint"))
+    change(directory)
+    with pytest.raises(kind, match=message):
+        make_classifier(str(directory), tmp_path / "store").fit(make_reviews(8))
+    assert not (tmp_path / "store").exists()
+
+
+def test_pickled_weights_are_read_with_consent(tmp_path, monkeypatch):
+    directory = Path(write_checkpoint(tmp_path / "checkpoint"))
+    wanted = make_classifier(str(directory), tmp_path / "safe").fit(make_reviews(8)).getHistory()
+    pickle_weights(directory)
+    monkeypatch.setenv("FARANDOLE_ALLOW_PICKLE", "1")
+    found = make_classifier(str(directory), tmp_path / "store").fit(make_reviews(8)).getHistory()
+    assert found[0]["train"] == wanted[0]["train"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"checkpoint": "/no/such/directory"}, "the checkpoint does not exist: /no/such/directory"),
+        ({"text_col": "reviews"}, "reviews"),
+        ({"text_col": "stars"}, "text column 'stars' has values of type float, which are no"),
+        ({"label_col": "smile"}, "smile"),
+        ({"max_length": LENGTH + 1}, f"max_length={LENGTH + 1} is more than the checkpoint"),
+        ({"model": torch.nn.Linear(1, 1)}, "model cannot be set: it follows from checkpoint"),
+        ({"loss": lambda output, _label: output.sum()}, "the form of this loss is unknown"),
+        ({"learning_rate": 0.1, "optimizer": torch.optim.SGD}, "at most one of learning_rate"),
+    ],
+)
+def test_options_that_do_not_fit_are_named_before_work(checkpoint, tmp_path, options, message):
+    known = {"checkpoint": checkpoint} | options
+    classifier = make_classifier(store=tmp_path / "store", **known)
+    with pytest.raises((ValueError, TypeError, FileNotFoundError), match=message):
+        classifier.fit(make_reviews(8))
+    assert not (tmp_path / "store" / "runs").exists()
+
+
+def test_values_that_cannot_be_are_named():
+    with pytest.raises(TypeError, match="checkpoint must be the path of a directory"):
+        TextClassifier(checkpoint=3)
+    with pytest.raises(TypeError, match="lora must be a rank, such as 8, or a LoraConfig"):
+        TextClassifier(lora="8")
+    with pytest.raises(ValueError, match="lora"):
+        TextClassifier(lora=0)
+    with pytest.raises(TypeError, match="optimizer must be a function of the trainable"):
+        TextClassifier(optimizer=torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1))
+
+
+def test_rows_that_do_not_fit_are_named(checkpoint, tmp_path):
+    rows = make_reviews(8)
+    texts = pa.array([None, *rows["review"].to_pylist()[1:]])
+    with pytest.raises(ValueError, match="review"):
+        make_classifier(checkpoint, tmp_path / "null").fit(rows.set_column(0, "review", texts))
+    labels = pa.array(["sad"] * 8)
+    with pytest.raises(ValueError, match="label column 'mood' has one class, sad"):
+        make_classifier(checkpoint, tmp_path / "one").fit(rows.set_column(1, "mood", labels))
+
+
+def test_a_label_that_only_validation_has_is_named(checkpoint, tmp_path):
+    rows = make_reviews(9)
+    moods = [*rows["mood"].to_pylist()[:8], "angry"]
+    held = pa.array([*[False] * 8, True])
+    rows = rows.set_column(1, "mood", pa.array(moods)).append_column("held", held)
+    with pytest.raises(ValueError, match=r"mood.*angry"):
+        make_classifier(checkpoint, tmp_path, validation="held").fit(rows)
+
+
+def test_the_parameters_of_the_user_stay_as_they_are(checkpoint, tmp_path):
+    classifier = make_classifier(checkpoint, tmp_path)
+    before = {param.name: value for param, value in classifier._paramMap.items()}
+    classifier.fit(make_reviews(8))
+    assert {param.name: value for param, value in classifier._paramMap.items()} == before
+    assert isinstance(classifier, Params)
