@@ -110,7 +110,7 @@ def test_a_model_in_memory_and_one_on_a_store_train_like_a_directory(checkpoint,
 
 def test_a_regressor_learns_numbers(checkpoint, tmp_path):
     fitted = TextRegressor(
-        checkpoint=checkpoint, text_col="review", label_col="stars", learning_rate=0.03, epochs=12,
+        checkpoint=checkpoint, text_col="review", label_col="stars", learning_rate=0.003, epochs=25,
         random_seed=1, verbose=0, batch_size=16, backend=LocalBackend(1, verbose=0),
         store=str(tmp_path / "store"),
     ).fit(make_reviews(128))  # fmt: skip
