@@ -113,8 +113,17 @@ class TextModel(TextColumnParams, TorchModel):
 
         Args:
             checkpoint: has all weights.
+
+        Raises:
+            ValueError: it lacks some.
         """
         loaded = checkpoint.load_network(self._network_class, seed=0)
+        # Embeddings do not use the layer that transformers puts behind the first token.
+        missing = [name for name in loaded.fresh_layers if "pooler" not in name]
+        if missing:
+            raise ValueError(
+                f"the checkpoint {checkpoint.name} has no weights of {', '.join(missing)}"
+            )
         self.setParams(
             model=self._wrap_network(loaded.network, checkpoint.padding_id),
             tokenizer_files=checkpoint.tokenizer_files(),
