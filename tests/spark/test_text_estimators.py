@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 from pyspark.ml import Pipeline, PipelineModel
+from pyspark.sql import functions as sf
+from tests.pages import blocks_of
 from tests.text_checkpoints import make_network, make_reviews, make_tokenizer, write_checkpoint
 from transformers import AutoModelForSequenceClassification
 
@@ -100,6 +102,28 @@ def test_an_embedder_adds_vectors_and_is_saved(checkpoint, reviews, tmp_path):
     embedder.write().overwrite().save(str(tmp_path / "saved"))
     again = TextEmbedder.load(str(tmp_path / "saved")).transform(reviews).collect()
     assert np.allclose([row.vector.toArray() for row in again], first, atol=1e-5)
+
+
+def test_the_examples_of_the_page_run(spark, checkpoint, reviews, tmp_path):
+    script = "\n".join(
+        block.text
+        for block in blocks_of("docs/spark/transformers.md")
+        if block.kind == "python" and block.why_not is None
+    )
+    script = script.replace('"/models/bert"', repr(checkpoint))
+    for path in ("/data/farandole", "/models/reviews"):
+        script = script.replace(f'"{path}"', repr(str(tmp_path / path[1:])))
+    frame = reviews.select("review", sf.col("stars").cast("int").alias("stars"))
+    names = {"df": frame}
+    exec(script, names)  # noqa: S102 - the page's own
+    assert names["predicted"].columns[2:] == [
+        "stars__output",
+        "stars__probability",
+        "stars__predicted",
+    ]
+    assert {row.stars__predicted for row in names["predicted"].collect()} <= {"1", "5"}
+    assert names["vectors"].columns[2:] == ["embedding"]
+    assert (tmp_path / "models" / "reviews" / "model.safetensors").exists()
 
 
 def test_rows_and_files_that_do_not_fit_are_named(spark, checkpoint, reviews, tmp_path):

@@ -70,7 +70,7 @@ _OWN_PARAMS = (
 """Parameters of `TorchEstimator` whose values follow from the checkpoint and the columns."""
 
 
-class TextEstimator(TextParams, TorchEstimator):
+class TextEstimator(TextParams, TorchEstimator):  # pyright: ignore[reportIncompatibleVariableOverride] - a function makes the optimizer
     """The base of the estimators that fine-tune a checkpoint on texts."""
 
     _own_loss: ClassVar[type[torch.nn.Module]]
