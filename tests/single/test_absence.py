@@ -230,6 +230,7 @@ STORE_LOOKS = {
     "spark/common/estimator_hooks.py": 1,
     "spark/common/runs/run_fingerprint_check.py": 1,
     "spark/common/saving/save_directory.py": 3,
+    "spark/transformers/checkpoint.py": 1,
     "stores/filesystem.py": 1,
     "stores/remote_store.py": 1,
     "stores/store.py": 1,

@@ -115,7 +115,7 @@ def test_the_examples_of_the_page_run(spark, checkpoint, reviews, tmp_path):
         script = script.replace(f'"{path}"', repr(str(tmp_path / path[1:])))
     frame = reviews.select("review", sf.col("stars").cast("int").alias("stars"))
     names = {"df": frame}
-    exec(script, names)  # noqa: S102 - the page's own
+    exec(script, names)
     assert names["predicted"].columns[2:] == [
         "stars__output",
         "stars__probability",

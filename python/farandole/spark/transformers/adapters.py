@@ -21,7 +21,7 @@ def add_adapter(loaded: LoadedNetwork, lora: int | peft.LoraConfig, seed: int) -
     Args:
         loaded: the network.
         lora: rank of the adapters, or their configuration.
-        seed: of their weights.
+        seed: seed of the weights of adapters.
 
     Raises:
         ValueError: PEFT does not know which layers of such a network to adapt.

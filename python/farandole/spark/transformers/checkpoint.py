@@ -58,7 +58,7 @@ class TextCheckpoint:
     """A checkpoint that is open: its files are local.
 
     Attributes:
-        directory: of the files.
+        directory: directory of the files.
         name: path for messages.
         tokenizer: the tokenizer, one of the package tokenizers.
         config: configuration of the network.
@@ -81,7 +81,8 @@ class TextCheckpoint:
         """Returns the largest number of tokens of a text.
 
         Args:
-            asked: by the user; `None` is what the network takes, 512 at most.
+            asked: number that the user set; `None` stands for all that the network takes, at
+                most 512.
 
         Raises:
             ValueError: the network takes fewer.
@@ -103,7 +104,7 @@ class TextCheckpoint:
 
         Args:
             kind: a class such as `AutoModelForSequenceClassification`.
-            seed: of the new weights.
+            seed: seed of the new weights.
             **changes: values of the configuration that differ.
 
         Raises:
@@ -174,9 +175,9 @@ def open_checkpoint(value: Any) -> Iterator[TextCheckpoint]:
     with contextlib.ExitStack() as stack:
         if not isinstance(value, str):
             made = stack.enter_context(tempfile.TemporaryDirectory(prefix="farandole-checkpoint-"))
-            for one in value:
-                with quiet_transformers():
-                    one.save_pretrained(made)
+            with quiet_transformers():
+                for part in value:
+                    part.save_pretrained(made)
             yield _read_checkpoint(Path(made), "in memory")
             return
         prefix = native.full_path(Store.create(value).prefix_path)  # pyright: ignore[reportAttributeAccessIssue]
@@ -229,9 +230,9 @@ def _check_files(names: list[str], where: str) -> bool:
 
 
 def _read_checkpoint(directory: Path, where: str) -> TextCheckpoint:
-    names = [one.name for one in directory.iterdir()] if directory.is_dir() else []
+    names = [path.name for path in directory.iterdir()]
     is_safe = _check_files(names, where)
-    for name in _weight_files(directory, where) if is_safe else ():
+    for name in _weight_files(directory, names, where) if is_safe else ():
         try:
             with safetensors.safe_open(directory / name, "pt"):
                 pass
@@ -259,8 +260,8 @@ def _read_checkpoint(directory: Path, where: str) -> TextCheckpoint:
     return TextCheckpoint(directory, where, tokenizer, config, is_safe)
 
 
-def _weight_files(directory: Path, where: str) -> list[str]:
-    if (directory / _WEIGHTS_FILE).exists():
+def _weight_files(directory: Path, names: list[str], where: str) -> list[str]:
+    if _WEIGHTS_FILE in names:
         return [_WEIGHTS_FILE]
     try:
         return sorted(set(json.loads((directory / _INDEX_FILE).read_text())["weight_map"].values()))

@@ -212,8 +212,8 @@ class TextClassifier(TextEstimator):
 
     The texts are tokenized in the training processes, batch by batch. The label may hold words,
     integers or booleans; its values are the classes, and their names are in the configuration of
-    the fitted network. All other parameters are those of `TorchEstimator`, except those that follow
-    from the checkpoint, such as `model` and `feature_cols`.
+    the fitted network. All other parameters are parameters of `TorchEstimator`, except parameters
+    that follow from the checkpoint, such as `model` and `feature_cols`.
 
     The fitted `TextClassifierModel` adds the columns `<label>__output` (logits),
     `<label>__probability` and `<label>__predicted`, the name of the class, unless
@@ -258,8 +258,8 @@ class TextClassifier(TextEstimator):
 class TextRegressor(TextEstimator):
     """An estimator that fine-tunes a checkpoint to predict a number from a text.
 
-    Parameters are those of `TextClassifier`; the label is a column of numbers. The fitted
-    `TextRegressorModel` adds the column `<label>__output`.
+    Its parameters are the parameters of `TextClassifier`; the label is a column of numbers. The
+    fitted `TextRegressorModel` adds the column `<label>__output`.
     """
 
     _own_loss = torch.nn.MSELoss
@@ -284,8 +284,8 @@ def _describe_beginning(loaded: LoadedNetwork, network: TextNetwork) -> Iterator
         yield f"the checkpoint has no weights of {', '.join(loaded.fresh_layers)}: they are random"
     if network.has_adapter:
         counts = [
-            (one.numel(), one.requires_grad)
-            for name, one in network.named_parameters()
+            (parameter.numel(), parameter.requires_grad)
+            for name, parameter in network.named_parameters()
             if ".original_module." not in name  # PEFT's copy of a layer that is trained
         ]
         trained = sum(size for size, is_trained in counts if is_trained)

@@ -66,8 +66,8 @@ class TextNetwork(torch.nn.Module):
         """
         frozen = self._frozen_names()
         own = dict(super().state_dict()) if frozen else {}
-        kept = {name: own[name] for name in frozen}
-        return super().load_state_dict({**kept, **state_dict}, strict, assign)
+        unchanged = {name: own[name] for name in frozen}
+        return super().load_state_dict({**unchanged, **state_dict}, strict, assign)
 
     def frozen_weights(self) -> dict[str, torch.Tensor]:
         """Returns the weights that adapters leave as they are, by name."""

@@ -135,7 +135,7 @@ class TruncationReporter:
     tokenization: TextTokenization
 
     def on_epoch_end(self, state: TrainingState) -> None:
-        """Reports the texts of all processes, those of the validation included.
+        """Reports the texts of all processes, including texts of the validation.
 
         Args:
             state: the state of the run.
