@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import peft
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import safetensors.torch
 import torch
@@ -30,6 +31,7 @@ from transformers import (
     BertForSequenceClassification,
 )
 
+from farandole._native.store import Store as NativeStore
 from farandole.spark.common import LocalBackend
 from farandole.spark.torch.saving.state_bytes import unpack_state
 from farandole.spark.transformers import TextClassifier, TextRegressor
@@ -93,10 +95,11 @@ def test_a_classifier_learns_words_and_transformers_reads_what_it_saves(checkpoi
 
 def test_a_model_in_memory_and_one_on_a_store_train_like_a_directory(checkpoint, tmp_path):
     url, rows = f"memory://text-{os.getpid()}/bert", make_reviews(32)
-    from farandole._native.store import Store
-
-    store = Store(url)
-    for path in Path(checkpoint).iterdir():
+    store, shards = NativeStore(url), tmp_path / "shards"
+    make_network().save_pretrained(shards, max_shard_size="4KB")
+    make_tokenizer().save_pretrained(shards)
+    assert len(list(shards.glob("model-*.safetensors"))) > 1
+    for path in shards.iterdir():
         store.write(path.name, path.read_bytes())
     store.write("optimizer.pt", b"not fetched")
     given = {"directory": checkpoint, "store": url, "memory": (make_network(), make_tokenizer())}
@@ -176,6 +179,17 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(checkpoint, tmp_path, lora
         assert torch.equal(value, found["resumed"][name]), name
 
 
+def test_a_run_with_adapters_does_not_continue_on_other_frozen_weights(checkpoint, tmp_path):
+    rows, options = make_reviews(16), {"lora": 1, "run_id": "run"}
+    make_classifier(checkpoint, tmp_path, **options).fit(rows)
+    network = make_network()
+    with torch.no_grad():
+        network.bert.embeddings.word_embeddings.weight.mul_(2)
+    other = (network, make_tokenizer())
+    with pytest.raises(ValueError, match=r"frozen weights"):
+        make_classifier(other, tmp_path, epochs=2, **options).fit(rows)
+
+
 def test_truncated_texts_are_counted_and_said_once(checkpoint, tmp_path, capsys):
     rows = make_reviews(40, longest=2 * LENGTH)
     lengths = [len(text.as_py().split()) for text in rows["review"]]
@@ -210,6 +224,21 @@ def test_a_batch_is_padded_to_a_multiple_and_an_empty_text_has_tokens():
     assert columns["review"][1].tolist() == [2, 3, *[PADDING_TOKEN] * 6]
     assert columns["mood"].tolist() == [0, 1, 2]
     assert (tokenization.counts.texts, tokenization.counts.truncated) == (3, 0)
+
+
+def test_files_are_fitted_as_they_are_and_a_missing_text_is_filled(checkpoint, tmp_path):
+    rows = make_reviews(40)
+    texts = pa.array([None, *rows["review"].to_pylist()[1:]])
+    pq.write_table(rows.set_column(0, "review", texts), tmp_path / "rows.parquet")
+    classifier = make_classifier(checkpoint, tmp_path / "store", epochs=2)
+    with pytest.raises(Exception, match="review"):
+        classifier.fit_on_parquet(path=str(tmp_path / "rows.parquet"))
+    classifier.setFill({"review": ""})
+    path = str(tmp_path / "rows.parquet")
+    fitted = classifier.fit_on_parquet(path=path, val_path=path)
+    assert fitted.getClasses() == ["happy", "sad"]
+    assert fitted.getHistory()[-1]["rows"] == 40
+    assert "validation" in fitted.getHistory()[-1]
 
 
 def test_rows_in_memory_have_one_length(checkpoint, tmp_path):

@@ -47,7 +47,9 @@ def test_a_classifier_is_fitted_saved_in_a_pipeline_and_predicts(
         batch_size=16, random_seed=1, num_proc=2, verbose=0, lora=lora,
         store=str(tmp_path / "store"),
     )  # fmt: skip
-    model = Pipeline(stages=[classifier]).fit(reviews)
+    pipeline = Pipeline(stages=[classifier])
+    pipeline.write().overwrite().save(str(tmp_path / "pipeline"))
+    model = Pipeline.load(str(tmp_path / "pipeline")).fit(reviews)
     predicted = model.transform(reviews)
     assert predicted.columns == ["review", "mood", "stars", *ADDED]
     rows = predicted.collect()

@@ -99,6 +99,11 @@ class TextModel(TextColumnParams, TorchModel):
     tokenizer_files: Parameter[Mapping[str, str]] = Parameter(
         "Files of the tokenizer, text by name.", argument_checks.accept_any_value, default=None
     )
+    batch_size: Parameter[int] = Parameter(
+        "Largest number of texts that are predicted at once.",
+        argument_checks.make_minimum_check(1),
+        default=64,
+    )
 
     _writer_class = TextModelWriter
     _network_class: ClassVar[Any] = transformers.AutoModelForSequenceClassification
