@@ -5,8 +5,12 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
+import time
 from pathlib import Path
 
+import cloudpickle
 import numpy as np
 import peft
 import pyarrow as pa
@@ -33,6 +37,7 @@ from transformers import (
 
 from farandole._native.store import Store as NativeStore
 from farandole.spark.common import LocalBackend
+from farandole.spark.torch.callbacks import Callback
 from farandole.spark.torch.saving.state_bytes import unpack_state
 from farandole.spark.transformers import TextClassifier, TextRegressor
 from farandole.spark.transformers.tokenization import PADDING_TOKEN, TextTokenization
@@ -42,6 +47,7 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
 ]
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import tests
 GANGS = {size: StandingGang(size) for size in (1, 2)}
 
 
@@ -114,7 +120,7 @@ def test_a_model_in_memory_and_one_on_a_store_train_like_a_directory(checkpoint,
 def test_a_regressor_learns_numbers(checkpoint, tmp_path):
     fitted = TextRegressor(
         checkpoint=checkpoint, text_col="review", label_col="stars", learning_rate=0.003, epochs=25,
-        random_seed=1, verbose=0, batch_size=16, backend=LocalBackend(1, verbose=0),
+        random_seed=1, verbose=0, batch_size=16, backend=GANGS[1],
         store=str(tmp_path / "store"),
     ).fit(make_reviews(128))  # fmt: skip
     assert fitted.getHistory()[-1]["train"]["loss"] < 1 < fitted.getHistory()[0]["train"]["loss"]
@@ -188,6 +194,40 @@ def test_a_run_with_adapters_does_not_continue_on_other_frozen_weights(checkpoin
     other = (network, make_tokenizer())
     with pytest.raises(ValueError, match=r"frozen weights"):
         make_classifier(other, tmp_path, epochs=2, **options).fit(rows)
+
+
+class WorkerLoss(Callback):
+    """Kills rank 1 once, in the second epoch, and lets the other process wait for the next one.
+
+    Args:
+        marker: file that shows that it has happened.
+    """
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def on_batch_end(self, state):
+        if (state.epoch, state.step, state.rank) == (1, 3, 1) and not self.marker.exists():
+            self.marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if state.size == 1:
+            time.sleep(0.5)
+
+
+@pytest.mark.slow
+def test_adapters_survive_the_loss_of_a_worker(checkpoint, tmp_path):
+    callback = WorkerLoss(tmp_path / "killed")
+    fitted = make_classifier(
+        checkpoint, tmp_path / "store", lora=4, epochs=6, batch_size=8, learning_rate=0.03,
+        callbacks=[callback], backend=LocalBackend(2, min_num_proc=1, verbose=0),
+    ).fit(make_reviews(128))  # fmt: skip
+    assert callback.marker.exists()
+    history = fitted.getHistory()
+    assert [(entry["epoch"], entry["rows"]) for entry in history] == [(n, 128) for n in range(6)]
+    assert history[-1]["train"]["loss"] < history[0]["train"]["loss"]
+    before = make_network().bert.state_dict()["encoder.layer.0.attention.self.query.weight"]
+    layer = fitted.getModel().network.get_base_model().bert.encoder.layer[0]
+    assert torch.equal(layer.attention.self.query.base_layer.weight, before)
 
 
 def test_truncated_texts_are_counted_and_said_once(checkpoint, tmp_path, capsys):
