@@ -172,8 +172,10 @@ def test_adapters_alone_are_trained_and_checkpointed(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("lora", [None, 2])
-def test_a_resumed_run_ends_like_an_uninterrupted_one(checkpoint, tmp_path, lora):
+@pytest.mark.parametrize("is_in_memory", [False, True])
+def test_a_resumed_run_ends_like_an_uninterrupted_one(checkpoint, tmp_path, lora, is_in_memory):
     rows, found = make_reviews(40), {}
+    checkpoint = (make_network(), make_tokenizer()) if is_in_memory else checkpoint
     for name, lengths in (("at once", [2]), ("resumed", [1, 2])):
         for epochs in lengths:
             fitted = make_classifier(
