@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import cloudpickle
 import numpy as np
@@ -39,7 +40,7 @@ from farandole._native.store import Store as NativeStore
 from farandole.spark.common import LocalBackend
 from farandole.spark.torch.callbacks import Callback
 from farandole.spark.torch.saving.state_bytes import unpack_state
-from farandole.spark.transformers import TextClassifier, TextRegressor
+from farandole.spark.transformers import TextClassifier, TextClassifierModel, TextRegressor
 from farandole.spark.transformers.tokenization import PADDING_TOKEN, TextTokenization
 from farandole.stores.pickle_policy import PickleNotAllowedError
 
@@ -423,3 +424,33 @@ def test_the_parameters_of_the_user_stay_as_they_are(checkpoint, tmp_path):
     classifier.fit(make_reviews(8))
     assert {param.name: value for param, value in classifier._paramMap.items()} == before
     assert isinstance(classifier, Params)
+
+
+@pytest.mark.parametrize("lora", [None, 2])
+def test_a_model_predicts_texts_and_its_saved_parts_do_the_same(checkpoint, tmp_path, lora):
+    rows = make_reviews(24)
+    fitted = make_classifier(checkpoint, tmp_path, lora=lora, epochs=2).fit(rows)
+    assert fitted.getBatchSize() == 64
+    names = fitted.getProbabilityCol(), fitted.getPredictedLabelCol()
+    assert names == ("mood__probability", "mood__predicted")
+    frame = SimpleNamespace(columns=["0", "review"], sparkSession=None)
+    batch = pa.RecordBatch.from_arrays([pa.array(range(24)), rows["review"].combine_chunks()],
+                                       names=["0", "1"])  # fmt: skip
+    (found,) = fitted._create_predictor(frame).predict_outputs(batch)
+    fitted.save_pretrained(tmp_path / "plain")
+    network = AutoModelForSequenceClassification.from_pretrained(tmp_path / "plain")
+    tokens = make_tokenizer()(rows["review"].to_pylist(), return_tensors="pt", padding=True)
+    with torch.no_grad():
+        wanted = network.eval()(**tokens).logits.numpy()
+    assert found == pytest.approx(wanted, abs=1e-5)
+    values = {param.name: value for param, value in fitted._paramMap.items() if value is not None}
+    plain, parts = fitted.write().split_plain_and_packed(values)
+    assert set(parts) == {path.name for path in (tmp_path / "plain").iterdir()}
+    loaded = TextClassifierModel(**{name: plain[name] for name in plain if name != "outputs"})
+    TextClassifierModel.read().restore_packed_parts(loaded, parts, "saved")
+    (again,) = loaded._create_predictor(frame).predict_outputs(batch)
+    assert again == pytest.approx(found, abs=1e-5)
+    nulls = pa.RecordBatch.from_arrays([pa.array([1]), pa.array([None], pa.string())], ["0", "1"])
+    predictor = loaded._create_predictor(frame)
+    with pytest.raises(ValueError, match="column 'review' has nulls: 1 of 1 rows"):
+        predictor.predict_outputs(nulls)
