@@ -5,8 +5,13 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import cloudpickle
 import numpy as np
 import peft
 import pyarrow as pa
@@ -33,8 +38,9 @@ from transformers import (
 
 from farandole._native.store import Store as NativeStore
 from farandole.spark.common import LocalBackend
+from farandole.spark.torch.callbacks import Callback
 from farandole.spark.torch.saving.state_bytes import unpack_state
-from farandole.spark.transformers import TextClassifier, TextRegressor
+from farandole.spark.transformers import TextClassifier, TextClassifierModel, TextRegressor
 from farandole.spark.transformers.tokenization import PADDING_TOKEN, TextTokenization
 from farandole.stores.pickle_policy import PickleNotAllowedError
 
@@ -42,6 +48,7 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
 ]
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import tests
 GANGS = {size: StandingGang(size) for size in (1, 2)}
 
 
@@ -114,7 +121,7 @@ def test_a_model_in_memory_and_one_on_a_store_train_like_a_directory(checkpoint,
 def test_a_regressor_learns_numbers(checkpoint, tmp_path):
     fitted = TextRegressor(
         checkpoint=checkpoint, text_col="review", label_col="stars", learning_rate=0.003, epochs=25,
-        random_seed=1, verbose=0, batch_size=16, backend=LocalBackend(1, verbose=0),
+        random_seed=1, verbose=0, batch_size=16, backend=GANGS[1],
         store=str(tmp_path / "store"),
     ).fit(make_reviews(128))  # fmt: skip
     assert fitted.getHistory()[-1]["train"]["loss"] < 1 < fitted.getHistory()[0]["train"]["loss"]
@@ -166,8 +173,10 @@ def test_adapters_alone_are_trained_and_checkpointed(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("lora", [None, 2])
-def test_a_resumed_run_ends_like_an_uninterrupted_one(checkpoint, tmp_path, lora):
+@pytest.mark.parametrize("is_in_memory", [False, True])
+def test_a_resumed_run_ends_like_an_uninterrupted_one(checkpoint, tmp_path, lora, is_in_memory):
     rows, found = make_reviews(40), {}
+    checkpoint = (make_network(), make_tokenizer()) if is_in_memory else checkpoint
     for name, lengths in (("at once", [2]), ("resumed", [1, 2])):
         for epochs in lengths:
             fitted = make_classifier(
@@ -188,6 +197,40 @@ def test_a_run_with_adapters_does_not_continue_on_other_frozen_weights(checkpoin
     other = (network, make_tokenizer())
     with pytest.raises(ValueError, match=r"frozen weights"):
         make_classifier(other, tmp_path, epochs=2, **options).fit(rows)
+
+
+class WorkerLoss(Callback):
+    """Kills rank 1 once, in the second epoch, and lets the other process wait for the next one.
+
+    Args:
+        marker: file that shows that it has happened.
+    """
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def on_batch_end(self, state):
+        if (state.epoch, state.step, state.rank) == (1, 3, 1) and not self.marker.exists():
+            self.marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if state.size == 1:
+            time.sleep(0.5)
+
+
+@pytest.mark.slow
+def test_adapters_survive_the_loss_of_a_worker(checkpoint, tmp_path):
+    callback = WorkerLoss(tmp_path / "killed")
+    fitted = make_classifier(
+        checkpoint, tmp_path / "store", lora=4, epochs=6, batch_size=8, learning_rate=0.03,
+        callbacks=[callback], backend=LocalBackend(2, min_num_proc=1, verbose=0),
+    ).fit(make_reviews(128))  # fmt: skip
+    assert callback.marker.exists()
+    history = fitted.getHistory()
+    assert [(entry["epoch"], entry["rows"]) for entry in history] == [(n, 128) for n in range(6)]
+    assert history[-1]["train"]["loss"] < history[0]["train"]["loss"]
+    before = make_network().bert.state_dict()["encoder.layer.0.attention.self.query.weight"]
+    layer = fitted.getModel().network.get_base_model().bert.encoder.layer[0]
+    assert torch.equal(layer.attention.self.query.base_layer.weight, before)
 
 
 def test_truncated_texts_are_counted_and_said_once(checkpoint, tmp_path, capsys):
@@ -381,3 +424,33 @@ def test_the_parameters_of_the_user_stay_as_they_are(checkpoint, tmp_path):
     classifier.fit(make_reviews(8))
     assert {param.name: value for param, value in classifier._paramMap.items()} == before
     assert isinstance(classifier, Params)
+
+
+@pytest.mark.parametrize("lora", [None, 2])
+def test_a_model_predicts_texts_and_its_saved_parts_do_the_same(checkpoint, tmp_path, lora):
+    rows = make_reviews(24)
+    fitted = make_classifier(checkpoint, tmp_path, lora=lora, epochs=2).fit(rows)
+    assert fitted.getBatchSize() == 64
+    names = fitted.getProbabilityCol(), fitted.getPredictedLabelCol()
+    assert names == ("mood__probability", "mood__predicted")
+    frame = SimpleNamespace(columns=["0", "review"], sparkSession=None)
+    batch = pa.RecordBatch.from_arrays([pa.array(range(24)), rows["review"].combine_chunks()],
+                                       names=["0", "1"])  # fmt: skip
+    (found,) = fitted._create_predictor(frame).predict_outputs(batch)
+    fitted.save_pretrained(tmp_path / "plain")
+    network = AutoModelForSequenceClassification.from_pretrained(tmp_path / "plain")
+    tokens = make_tokenizer()(rows["review"].to_pylist(), return_tensors="pt", padding=True)
+    with torch.no_grad():
+        wanted = network.eval()(**tokens).logits.numpy()
+    assert found == pytest.approx(wanted, abs=1e-5)
+    values = {param.name: value for param, value in fitted._paramMap.items() if value is not None}
+    plain, parts = fitted.write().split_plain_and_packed(values)
+    assert set(parts) == {path.name for path in (tmp_path / "plain").iterdir()}
+    loaded = TextClassifierModel(**{name: plain[name] for name in plain if name != "outputs"})
+    TextClassifierModel.read().restore_packed_parts(loaded, parts, "saved")
+    (again,) = loaded._create_predictor(frame).predict_outputs(batch)
+    assert again == pytest.approx(found, abs=1e-5)
+    nulls = pa.RecordBatch.from_arrays([pa.array([1]), pa.array([None], pa.string())], ["0", "1"])
+    predictor = loaded._create_predictor(frame)
+    with pytest.raises(ValueError, match="column 'review' has nulls: 1 of 1 rows"):
+        predictor.predict_outputs(nulls)

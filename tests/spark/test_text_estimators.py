@@ -134,11 +134,11 @@ def test_rows_and_files_that_do_not_fit_are_named(spark, checkpoint, reviews, tm
     nulls = spark.createDataFrame([(None, "sad"), ("good", "happy")], "review string, mood string")
     with pytest.raises(Exception, match="review"):
         classifier.fit(nulls)
-    with pytest.raises(ValueError, match=r"there is no column.*|.*review"):
+    with pytest.raises(ValueError, match="review"):
         classifier.fit(reviews.drop("review"))
     with pytest.raises(FileNotFoundError, match="the checkpoint does not exist: /no/such"):
         TextEmbedder(checkpoint="/no/such", text_col="review").transform(reviews)
     with pytest.raises(ValueError, match="text_col is required"):
         TextEmbedder(checkpoint=checkpoint).transform(reviews)
-    with pytest.raises(Exception, match=r"text column 'review' has a null"):
+    with pytest.raises(Exception, match="column 'review' has nulls"):
         TextEmbedder(checkpoint=checkpoint, text_col="review").transform(nulls).collect()

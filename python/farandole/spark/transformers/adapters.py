@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from farandole.spark.transformers.checkpoint import LoadedNetwork
 
 
-def add_adapter(loaded: LoadedNetwork, lora: int | peft.LoraConfig, seed: int) -> Any:
+def add_adapter(loaded: LoadedNetwork, lora: int | peft.LoraConfig, seed: int, name: str) -> Any:
     """Returns the network with adapters. Adapters are trained, and the layers whose weights the
     checkpoint lacks.
 
@@ -22,6 +22,7 @@ def add_adapter(loaded: LoadedNetwork, lora: int | peft.LoraConfig, seed: int) -
         loaded: the network.
         lora: rank of the adapters, or their configuration.
         seed: seed of the weights of adapters.
+        name: path of the checkpoint, which the file of saved adapters contains.
 
     Raises:
         ValueError: PEFT does not know which layers of such a network to adapt.
@@ -36,8 +37,11 @@ def add_adapter(loaded: LoadedNetwork, lora: int | peft.LoraConfig, seed: int) -
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            return peft.get_peft_model(loaded.network, config)
+            made = peft.get_peft_model(loaded.network, config)
         except ValueError as error:
             raise ValueError(
                 f"lora does not fit the network, a {type(loaded.network).__name__}: {error}"
             ) from error
+    for adapter in made.peft_config.values():
+        adapter.base_model_name_or_path = name
+    return made

@@ -129,6 +129,11 @@ class TextCheckpoint:
                 )
             except (OSError, RuntimeError, ValueError) as error:
                 raise ValueError(f"the checkpoint {self.name} is not loaded: {error}") from error
+        # A run continues if the files are the same, also in another directory.
+        network.config.name_or_path = ""
+        for layer in network.modules():
+            if hasattr(layer, "name_or_path"):
+                layer.name_or_path = ""
         mismatched = [one[0] for one in found["mismatched_keys"]]
         return LoadedNetwork(network, tuple(sorted({*found["missing_keys"], *mismatched})))
 

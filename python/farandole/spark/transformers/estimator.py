@@ -169,7 +169,7 @@ class TextEstimator(TextParams, TorchEstimator):  # pyright: ignore[reportIncomp
         )
         network, lora = loaded.network, self.getLora()
         if lora is not None:
-            network = add_adapter(loaded, lora, seed)
+            network = add_adapter(loaded, lora, seed, checkpoint.name)
         self._set_network(TextNetwork(network, checkpoint.padding_id, has_adapter=lora is not None))
         driver_checks.check_optimizer(self.getModel(), self.getOptimizer())
         plan = super()._create_framework_job(prepared, backend)
