@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 import transformers
@@ -133,9 +133,10 @@ class TextEstimator(TextParams, TorchEstimator):  # pyright: ignore[reportIncomp
             copied._set_network(torch.nn.Linear(1, 1))
             yield copied
 
-    _checkpoint: TextCheckpoint
-    _create_optimizer: Any
-    _optimizer: torch.optim.Optimizer | None = None
+    # Attributes of the copy in a fit. Annotations would make them arguments of the constructor.
+    _checkpoint = cast("Any", None)
+    _create_optimizer = cast("Any", None)
+    _optimizer = cast("Any", None)
 
     def _set_network(self, network: torch.nn.Module) -> None:
         """Sets the model, and creates the optimizer of its trainable parameters."""
@@ -163,7 +164,8 @@ class TextEstimator(TextParams, TorchEstimator):  # pyright: ignore[reportIncomp
         raise NotImplementedError
 
     def _create_framework_job(self, prepared: Prepared, backend: Backend) -> FrameworkTrainingJob:
-        checkpoint, seed = self._checkpoint, self.getRandomSeed() or 0
+        checkpoint: TextCheckpoint = self._checkpoint
+        seed = self.getRandomSeed() or 0
         loaded = checkpoint.load_network(
             transformers.AutoModelForSequenceClassification, seed, **self._network_changes(prepared)
         )
