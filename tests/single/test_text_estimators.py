@@ -4,10 +4,13 @@
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import signal
 import sys
 import time
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -94,10 +97,12 @@ def test_a_classifier_learns_words_and_transformers_reads_what_it_saves(checkpoi
     assert predict_classes(network, texts) == ["happy"] * 4 + ["sad"] * 4
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "saved")
     assert tokenizer(texts)["input_ids"] == make_tokenizer()(texts)["input_ids"]
-    saved = {name: path.read_bytes()[:2] for path in (tmp_path / "saved").iterdir()
-             for name in [path.name]}  # fmt: skip
-    assert b"PK" not in saved.values()  # no pickle
+    saved = {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()}
     assert set(saved) >= {"config.json", "model.safetensors", "tokenizer.json"}
+    for content in saved.values():  # no pickle
+        with pytest.raises(pickle.UnpicklingError):
+            pickle.loads(content)
+        assert not zipfile.is_zipfile(io.BytesIO(content))
 
 
 def test_a_model_in_memory_and_one_on_a_store_train_like_a_directory(checkpoint, tmp_path):
@@ -217,6 +222,24 @@ class WorkerLoss(Callback):
             time.sleep(0.5)
 
 
+def test_averaged_adapters_are_in_elastic_fits(checkpoint, tmp_path):
+    backend = LocalBackend(1, verbose=0, min_num_proc=1, max_num_proc=1)
+    options = {"lora": 2, "ema_decay": 0.5, "epochs": 2, "backend": backend}
+    fitted = make_classifier(checkpoint, tmp_path, **options).fit(make_reviews(32))
+    history = fitted.getHistory()
+    assert history[1]["train"]["loss"] < history[0]["train"]["loss"]
+
+
+def test_a_run_does_not_continue_with_other_adapters(checkpoint, tmp_path):
+    rows, options = make_reviews(16), {"run_id": "run"}
+    first = peft.LoraConfig(r=2, lora_alpha=4)
+    make_classifier(checkpoint, tmp_path, lora=first, **options).fit(rows)
+    make_classifier(checkpoint, tmp_path, lora=2, epochs=2, **options).fit(rows)  # the same
+    other = peft.LoraConfig(r=2, lora_alpha=64)
+    with pytest.raises(ValueError, match=r"\blora\b"):
+        make_classifier(checkpoint, tmp_path, lora=other, epochs=3, **options).fit(rows)
+
+
 @pytest.mark.slow
 def test_adapters_survive_the_loss_of_a_worker(checkpoint, tmp_path):
     callback = WorkerLoss(tmp_path / "killed")
@@ -274,7 +297,7 @@ def test_files_are_fitted_as_they_are_and_a_missing_text_is_filled(checkpoint, t
     texts = pa.array([None, *rows["review"].to_pylist()[1:]])
     pq.write_table(rows.set_column(0, "review", texts), tmp_path / "rows.parquet")
     classifier = make_classifier(checkpoint, tmp_path / "store", epochs=2)
-    with pytest.raises(Exception, match="review"):
+    with pytest.raises(Exception, match="text column 'review' has a null"):
         classifier.fit_on_parquet(path=str(tmp_path / "rows.parquet"))
     classifier.setFill({"review": ""})
     path = str(tmp_path / "rows.parquet")
@@ -286,8 +309,11 @@ def test_files_are_fitted_as_they_are_and_a_missing_text_is_filled(checkpoint, t
 
 def test_rows_in_memory_have_one_length(checkpoint, tmp_path):
     classifier = make_classifier(checkpoint, tmp_path, inmemory_cache_all=True, epochs=3)
-    history = classifier.fit(make_reviews(64)).getHistory()
+    fitted = classifier.fit(make_reviews(64))
+    history = fitted.getHistory()
     assert history[-1]["train"]["loss"] < history[0]["train"]["loss"]
+    tokens = fitted.getTransformationFn().tokenize_texts(["good film"])
+    assert tokens.shape == (1, 8)  # a prediction is as long as its texts
 
 
 def test_balanced_classes_count_words(checkpoint, tmp_path):
@@ -371,9 +397,9 @@ def test_pickled_weights_are_read_with_consent(tmp_path, monkeypatch):
     ("options", "message"),
     [
         ({"checkpoint": "/no/such/directory"}, "the checkpoint does not exist: /no/such/directory"),
-        ({"text_col": "reviews"}, "reviews"),
+        ({"text_col": "reviews"}, "no column 'reviews'"),
         ({"text_col": "stars"}, "text column 'stars' has values of type float, which are no"),
-        ({"label_col": "smile"}, "smile"),
+        ({"label_col": "smile"}, "no column 'smile'"),
         ({"max_length": LENGTH + 1}, f"max_length={LENGTH + 1} is more than the checkpoint"),
         ({"model": torch.nn.Linear(1, 1)}, "model cannot be set: it follows from checkpoint"),
         ({"loss": lambda output, _label: output.sum()}, "the form of this loss is unknown"),
@@ -393,7 +419,7 @@ def test_values_that_cannot_be_are_named():
         TextClassifier(checkpoint=3)
     with pytest.raises(TypeError, match="lora must be a rank, such as 8, or a LoraConfig"):
         TextClassifier(lora="8")
-    with pytest.raises(ValueError, match="lora"):
+    with pytest.raises(ValueError, match=r"lora must be .*: 0"):
         TextClassifier(lora=0)
     with pytest.raises(TypeError, match="optimizer must be a function of the trainable"):
         TextClassifier(optimizer=torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1))
@@ -402,7 +428,7 @@ def test_values_that_cannot_be_are_named():
 def test_rows_that_do_not_fit_are_named(checkpoint, tmp_path):
     rows = make_reviews(8)
     texts = pa.array([None, *rows["review"].to_pylist()[1:]])
-    with pytest.raises(ValueError, match="review"):
+    with pytest.raises(ValueError, match="text column 'review' has a null"):
         make_classifier(checkpoint, tmp_path / "null").fit(rows.set_column(0, "review", texts))
     labels = pa.array(["sad"] * 8)
     with pytest.raises(ValueError, match="label column 'mood' has one class, sad"):
@@ -454,3 +480,7 @@ def test_a_model_predicts_texts_and_its_saved_parts_do_the_same(checkpoint, tmp_
     predictor = loaded._create_predictor(frame)
     with pytest.raises(ValueError, match="column 'review' has nulls: 1 of 1 rows"):
         predictor.predict_outputs(nulls)
+    empty = pa.RecordBatch.from_arrays([pa.array([1]), pa.array([""])], ["0", "1"])
+    (wanted,) = predictor.predict_outputs(empty)
+    (filled,) = loaded.setFill({"review": ""})._create_predictor(frame).predict_outputs(nulls)
+    assert filled == pytest.approx(wanted, abs=1e-6)
