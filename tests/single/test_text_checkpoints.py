@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import json
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -265,20 +266,28 @@ def test_the_longest_text_fits_the_positions(tmp_path, kind):
         assert TextNetwork(loaded.network, 0).eval()(torch.from_numpy(tokens)).isfinite().all()
 
 
-def test_threads_draw_the_same_weights(checkpoint):
-    wanted = load_classifier(checkpoint).network.classifier.weight
-    found = []
+def test_threads_draw_the_same_weights(checkpoint, monkeypatch):
+    def head_of(seed):
+        return load_classifier(checkpoint, seed).network.classifier.weight
 
-    def load():
-        found.extend(load_classifier(checkpoint).network.classifier.weight for _ in range(4))
+    seeds, found, seed_all = range(1, 5), {}, torch.manual_seed
+    wanted = {seed: head_of(seed) for seed in seeds}
 
-    threads = [threading.Thread(target=load) for _ in range(4)]
+    def seed_and_wait(seed):
+        seed_all(seed)
+        time.sleep(0.05)  # other threads seed now, if they may
+
+    monkeypatch.setattr(torch, "manual_seed", seed_and_wait)
+    threads = [
+        threading.Thread(target=lambda seed=seed: found.update({seed: head_of(seed)}))
+        for seed in seeds
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(120)
-    assert len(found) == 16
-    assert all(torch.equal(weight, wanted) for weight in found)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[seed], wanted[seed]) for seed in seeds)
 
 
 def test_a_token_that_the_network_lacks_is_named(tmp_path):

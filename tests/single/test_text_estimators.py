@@ -297,7 +297,7 @@ def test_files_are_fitted_as_they_are_and_a_missing_text_is_filled(checkpoint, t
     texts = pa.array([None, *rows["review"].to_pylist()[1:]])
     pq.write_table(rows.set_column(0, "review", texts), tmp_path / "rows.parquet")
     classifier = make_classifier(checkpoint, tmp_path / "store", epochs=2)
-    with pytest.raises(Exception, match="text column 'review' has a null"):
+    with pytest.raises(Exception, match="column review has nulls"):
         classifier.fit_on_parquet(path=str(tmp_path / "rows.parquet"))
     classifier.setFill({"review": ""})
     path = str(tmp_path / "rows.parquet")
@@ -397,9 +397,9 @@ def test_pickled_weights_are_read_with_consent(tmp_path, monkeypatch):
     ("options", "message"),
     [
         ({"checkpoint": "/no/such/directory"}, "the checkpoint does not exist: /no/such/directory"),
-        ({"text_col": "reviews"}, "no column 'reviews'"),
+        ({"text_col": "reviews"}, "feature column 'reviews' is not in the table"),
         ({"text_col": "stars"}, "text column 'stars' has values of type float, which are no"),
-        ({"label_col": "smile"}, "no column 'smile'"),
+        ({"label_col": "smile"}, "label column 'smile' is not in the table"),
         ({"max_length": LENGTH + 1}, f"max_length={LENGTH + 1} is more than the checkpoint"),
         ({"model": torch.nn.Linear(1, 1)}, "model cannot be set: it follows from checkpoint"),
         ({"loss": lambda output, _label: output.sum()}, "the form of this loss is unknown"),
@@ -428,7 +428,7 @@ def test_values_that_cannot_be_are_named():
 def test_rows_that_do_not_fit_are_named(checkpoint, tmp_path):
     rows = make_reviews(8)
     texts = pa.array([None, *rows["review"].to_pylist()[1:]])
-    with pytest.raises(ValueError, match="text column 'review' has a null"):
+    with pytest.raises(ValueError, match="column review has nulls"):
         make_classifier(checkpoint, tmp_path / "null").fit(rows.set_column(0, "review", texts))
     labels = pa.array(["sad"] * 8)
     with pytest.raises(ValueError, match="label column 'mood' has one class, sad"):

@@ -386,9 +386,10 @@ def _check_files(names: list[str], where: str, allow_pickle: bool | None) -> boo
 
 
 def _read_checkpoint(directory: Path, where: str, allow_pickle: bool | None) -> TextCheckpoint:
-    if not directory.is_dir():
-        raise NotADirectoryError(f"the checkpoint {where} is no directory")
-    names = [path.name for path in directory.iterdir()]
+    try:
+        names = [path.name for path in directory.iterdir()]
+    except NotADirectoryError:
+        raise NotADirectoryError(f"the checkpoint {where} is no directory") from None
     is_safe = _check_files(names, where, allow_pickle)
     for name in _weight_files(directory, names, where) if is_safe else ():
         try:

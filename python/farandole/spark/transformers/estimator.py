@@ -136,7 +136,7 @@ class TextEstimator(TextParams, TorchEstimator):  # pyright: ignore[reportIncomp
                 callbacks=[*self.getCallbacks(), TruncationReporter(tokenization)],
             )
             # The checks before the rows are prepared need a model and its optimizer. These stand
-            # for the network, which is made when the rows have told the classes.
+            # for the network, which is made when the classes of the label are known.
             stand_in = torch.nn.Linear(1, 1)
             copied.setParams(model=stand_in)
             copied._optimizer = torch.optim.SGD(stand_in.parameters())
