@@ -322,7 +322,13 @@ def test_balanced_classes_count_words(checkpoint, tmp_path):
     few = rows.take([*happy[:4], *(index for index in range(64) if index not in happy)])
     fitted = make_classifier(checkpoint, tmp_path, class_weight="balanced").fit(few)
     plain = make_classifier(checkpoint, tmp_path / "plain").fit(few)
-    assert fitted.getHistory()[0]["train"]["loss"] != plain.getHistory()[0]["train"]["loss"]
+    weights = {"happy": len(few) / 2 / 4, "sad": len(few) / 2 / (len(few) - 4)}
+    given = make_classifier(checkpoint, tmp_path / "given", class_weight=weights).fit(few)
+    loss, plain_loss, given_loss = (
+        one.getHistory()[0]["train"]["loss"] for one in (fitted, plain, given)
+    )
+    assert loss == pytest.approx(given_loss, rel=1e-5)
+    assert loss != pytest.approx(plain_loss, rel=1e-3)
 
 
 def remove_file(directory, name):
