@@ -4,9 +4,17 @@
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
+import signal
+import sys
+import time
+import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
+import cloudpickle
 import numpy as np
 import peft
 import pyarrow as pa
@@ -33,8 +41,9 @@ from transformers import (
 
 from farandole._native.store import Store as NativeStore
 from farandole.spark.common import LocalBackend
+from farandole.spark.torch.callbacks import Callback
 from farandole.spark.torch.saving.state_bytes import unpack_state
-from farandole.spark.transformers import TextClassifier, TextRegressor
+from farandole.spark.transformers import TextClassifier, TextClassifierModel, TextRegressor
 from farandole.spark.transformers.tokenization import PADDING_TOKEN, TextTokenization
 from farandole.stores.pickle_policy import PickleNotAllowedError
 
@@ -42,6 +51,7 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
 ]
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import tests
 GANGS = {size: StandingGang(size) for size in (1, 2)}
 
 
@@ -87,10 +97,12 @@ def test_a_classifier_learns_words_and_transformers_reads_what_it_saves(checkpoi
     assert predict_classes(network, texts) == ["happy"] * 4 + ["sad"] * 4
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "saved")
     assert tokenizer(texts)["input_ids"] == make_tokenizer()(texts)["input_ids"]
-    saved = {name: path.read_bytes()[:2] for path in (tmp_path / "saved").iterdir()
-             for name in [path.name]}  # fmt: skip
-    assert b"PK" not in saved.values()  # no pickle
+    saved = {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()}
     assert set(saved) >= {"config.json", "model.safetensors", "tokenizer.json"}
+    for content in saved.values():  # no pickle
+        with pytest.raises(pickle.UnpicklingError):
+            pickle.loads(content)
+        assert not zipfile.is_zipfile(io.BytesIO(content))
 
 
 def test_a_model_in_memory_and_one_on_a_store_train_like_a_directory(checkpoint, tmp_path):
@@ -114,7 +126,7 @@ def test_a_model_in_memory_and_one_on_a_store_train_like_a_directory(checkpoint,
 def test_a_regressor_learns_numbers(checkpoint, tmp_path):
     fitted = TextRegressor(
         checkpoint=checkpoint, text_col="review", label_col="stars", learning_rate=0.003, epochs=25,
-        random_seed=1, verbose=0, batch_size=16, backend=LocalBackend(1, verbose=0),
+        random_seed=1, verbose=0, batch_size=16, backend=GANGS[1],
         store=str(tmp_path / "store"),
     ).fit(make_reviews(128))  # fmt: skip
     assert fitted.getHistory()[-1]["train"]["loss"] < 1 < fitted.getHistory()[0]["train"]["loss"]
@@ -166,8 +178,10 @@ def test_adapters_alone_are_trained_and_checkpointed(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("lora", [None, 2])
-def test_a_resumed_run_ends_like_an_uninterrupted_one(checkpoint, tmp_path, lora):
+@pytest.mark.parametrize("is_in_memory", [False, True])
+def test_a_resumed_run_ends_like_an_uninterrupted_one(checkpoint, tmp_path, lora, is_in_memory):
     rows, found = make_reviews(40), {}
+    checkpoint = (make_network(), make_tokenizer()) if is_in_memory else checkpoint
     for name, lengths in (("at once", [2]), ("resumed", [1, 2])):
         for epochs in lengths:
             fitted = make_classifier(
@@ -188,6 +202,58 @@ def test_a_run_with_adapters_does_not_continue_on_other_frozen_weights(checkpoin
     other = (network, make_tokenizer())
     with pytest.raises(ValueError, match=r"frozen weights"):
         make_classifier(other, tmp_path, epochs=2, **options).fit(rows)
+
+
+class WorkerLoss(Callback):
+    """Kills rank 1 once, in the second epoch, and lets the other process wait for the next one.
+
+    Args:
+        marker: file that shows that it has happened.
+    """
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def on_batch_end(self, state):
+        if (state.epoch, state.step, state.rank) == (1, 3, 1) and not self.marker.exists():
+            self.marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if state.size == 1:
+            time.sleep(0.5)
+
+
+def test_averaged_adapters_are_in_elastic_fits(checkpoint, tmp_path):
+    backend = LocalBackend(1, verbose=0, min_num_proc=1, max_num_proc=1)
+    options = {"lora": 2, "ema_decay": 0.5, "epochs": 2, "backend": backend}
+    fitted = make_classifier(checkpoint, tmp_path, **options).fit(make_reviews(32))
+    history = fitted.getHistory()
+    assert history[1]["train"]["loss"] < history[0]["train"]["loss"]
+
+
+def test_a_run_does_not_continue_with_other_adapters(checkpoint, tmp_path):
+    rows, options = make_reviews(16), {"run_id": "run"}
+    first = peft.LoraConfig(r=2, lora_alpha=4)
+    make_classifier(checkpoint, tmp_path, lora=first, **options).fit(rows)
+    make_classifier(checkpoint, tmp_path, lora=2, epochs=2, **options).fit(rows)  # the same
+    other = peft.LoraConfig(r=2, lora_alpha=64)
+    with pytest.raises(ValueError, match=r"\blora\b"):
+        make_classifier(checkpoint, tmp_path, lora=other, epochs=3, **options).fit(rows)
+
+
+@pytest.mark.slow
+def test_adapters_survive_the_loss_of_a_worker(checkpoint, tmp_path):
+    callback = WorkerLoss(tmp_path / "killed")
+    fitted = make_classifier(
+        checkpoint, tmp_path / "store", lora=4, epochs=6, batch_size=8, learning_rate=0.03,
+        callbacks=[callback], backend=LocalBackend(2, min_num_proc=1, verbose=0),
+    ).fit(make_reviews(128))  # fmt: skip
+    assert callback.marker.exists()
+    history = fitted.getHistory()
+    assert [(entry["epoch"], entry["rows"]) for entry in history] == [(n, 128) for n in range(6)]
+    assert history[-1]["train"]["loss"] < history[0]["train"]["loss"]
+    before = make_network().bert.state_dict()["encoder.layer.0.attention.self.query.weight"]
+    layer = fitted.getModel().network.get_base_model().bert.encoder.layer[0]
+    assert torch.equal(layer.attention.self.query.base_layer.weight, before)
 
 
 def test_truncated_texts_are_counted_and_said_once(checkpoint, tmp_path, capsys):
@@ -231,7 +297,7 @@ def test_files_are_fitted_as_they_are_and_a_missing_text_is_filled(checkpoint, t
     texts = pa.array([None, *rows["review"].to_pylist()[1:]])
     pq.write_table(rows.set_column(0, "review", texts), tmp_path / "rows.parquet")
     classifier = make_classifier(checkpoint, tmp_path / "store", epochs=2)
-    with pytest.raises(Exception, match="review"):
+    with pytest.raises(Exception, match="column review has nulls"):
         classifier.fit_on_parquet(path=str(tmp_path / "rows.parquet"))
     classifier.setFill({"review": ""})
     path = str(tmp_path / "rows.parquet")
@@ -243,8 +309,11 @@ def test_files_are_fitted_as_they_are_and_a_missing_text_is_filled(checkpoint, t
 
 def test_rows_in_memory_have_one_length(checkpoint, tmp_path):
     classifier = make_classifier(checkpoint, tmp_path, inmemory_cache_all=True, epochs=3)
-    history = classifier.fit(make_reviews(64)).getHistory()
+    fitted = classifier.fit(make_reviews(64))
+    history = fitted.getHistory()
     assert history[-1]["train"]["loss"] < history[0]["train"]["loss"]
+    tokens = fitted.getTransformationFn().tokenize_texts(["good film"])
+    assert tokens.shape == (1, 8)  # a prediction is as long as its texts
 
 
 def test_balanced_classes_count_words(checkpoint, tmp_path):
@@ -253,7 +322,13 @@ def test_balanced_classes_count_words(checkpoint, tmp_path):
     few = rows.take([*happy[:4], *(index for index in range(64) if index not in happy)])
     fitted = make_classifier(checkpoint, tmp_path, class_weight="balanced").fit(few)
     plain = make_classifier(checkpoint, tmp_path / "plain").fit(few)
-    assert fitted.getHistory()[0]["train"]["loss"] != plain.getHistory()[0]["train"]["loss"]
+    weights = {"happy": len(few) / 2 / 4, "sad": len(few) / 2 / (len(few) - 4)}
+    given = make_classifier(checkpoint, tmp_path / "given", class_weight=weights).fit(few)
+    loss, plain_loss, given_loss = (
+        one.getHistory()[0]["train"]["loss"] for one in (fitted, plain, given)
+    )
+    assert loss == pytest.approx(given_loss, rel=1e-5)
+    assert loss != pytest.approx(plain_loss, rel=1e-3)
 
 
 def remove_file(directory, name):
@@ -328,9 +403,9 @@ def test_pickled_weights_are_read_with_consent(tmp_path, monkeypatch):
     ("options", "message"),
     [
         ({"checkpoint": "/no/such/directory"}, "the checkpoint does not exist: /no/such/directory"),
-        ({"text_col": "reviews"}, "reviews"),
+        ({"text_col": "reviews"}, "feature column 'reviews' is not in the table"),
         ({"text_col": "stars"}, "text column 'stars' has values of type float, which are no"),
-        ({"label_col": "smile"}, "smile"),
+        ({"label_col": "smile"}, "label column 'smile' is not in the table"),
         ({"max_length": LENGTH + 1}, f"max_length={LENGTH + 1} is more than the checkpoint"),
         ({"model": torch.nn.Linear(1, 1)}, "model cannot be set: it follows from checkpoint"),
         ({"loss": lambda output, _label: output.sum()}, "the form of this loss is unknown"),
@@ -350,7 +425,7 @@ def test_values_that_cannot_be_are_named():
         TextClassifier(checkpoint=3)
     with pytest.raises(TypeError, match="lora must be a rank, such as 8, or a LoraConfig"):
         TextClassifier(lora="8")
-    with pytest.raises(ValueError, match="lora"):
+    with pytest.raises(ValueError, match=r"lora must be .*: 0"):
         TextClassifier(lora=0)
     with pytest.raises(TypeError, match="optimizer must be a function of the trainable"):
         TextClassifier(optimizer=torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1))
@@ -359,7 +434,7 @@ def test_values_that_cannot_be_are_named():
 def test_rows_that_do_not_fit_are_named(checkpoint, tmp_path):
     rows = make_reviews(8)
     texts = pa.array([None, *rows["review"].to_pylist()[1:]])
-    with pytest.raises(ValueError, match="review"):
+    with pytest.raises(ValueError, match="column review has nulls"):
         make_classifier(checkpoint, tmp_path / "null").fit(rows.set_column(0, "review", texts))
     labels = pa.array(["sad"] * 8)
     with pytest.raises(ValueError, match="label column 'mood' has one class, sad"):
@@ -381,3 +456,37 @@ def test_the_parameters_of_the_user_stay_as_they_are(checkpoint, tmp_path):
     classifier.fit(make_reviews(8))
     assert {param.name: value for param, value in classifier._paramMap.items()} == before
     assert isinstance(classifier, Params)
+
+
+@pytest.mark.parametrize("lora", [None, 2])
+def test_a_model_predicts_texts_and_its_saved_parts_do_the_same(checkpoint, tmp_path, lora):
+    rows = make_reviews(24)
+    fitted = make_classifier(checkpoint, tmp_path, lora=lora, epochs=2).fit(rows)
+    assert fitted.getBatchSize() == 64
+    names = fitted.getProbabilityCol(), fitted.getPredictedLabelCol()
+    assert names == ("mood__probability", "mood__predicted")
+    frame = SimpleNamespace(columns=["0", "review"], sparkSession=None)
+    batch = pa.RecordBatch.from_arrays([pa.array(range(24)), rows["review"].combine_chunks()],
+                                       names=["0", "1"])  # fmt: skip
+    (found,) = fitted._create_predictor(frame).predict_outputs(batch)
+    fitted.save_pretrained(tmp_path / "plain")
+    network = AutoModelForSequenceClassification.from_pretrained(tmp_path / "plain")
+    tokens = make_tokenizer()(rows["review"].to_pylist(), return_tensors="pt", padding=True)
+    with torch.no_grad():
+        wanted = network.eval()(**tokens).logits.numpy()
+    assert found == pytest.approx(wanted, abs=1e-5)
+    values = {param.name: value for param, value in fitted._paramMap.items() if value is not None}
+    plain, parts = fitted.write().split_plain_and_packed(values)
+    assert set(parts) == {path.name for path in (tmp_path / "plain").iterdir()}
+    loaded = TextClassifierModel(**{name: plain[name] for name in plain if name != "outputs"})
+    TextClassifierModel.read().restore_packed_parts(loaded, parts, "saved")
+    (again,) = loaded._create_predictor(frame).predict_outputs(batch)
+    assert again == pytest.approx(found, abs=1e-5)
+    nulls = pa.RecordBatch.from_arrays([pa.array([1]), pa.array([None], pa.string())], ["0", "1"])
+    predictor = loaded._create_predictor(frame)
+    with pytest.raises(ValueError, match="column 'review' has nulls: 1 of 1 rows"):
+        predictor.predict_outputs(nulls)
+    empty = pa.RecordBatch.from_arrays([pa.array([1]), pa.array([""])], ["0", "1"])
+    (wanted,) = predictor.predict_outputs(empty)
+    (filled,) = loaded.setFill({"review": ""})._create_predictor(frame).predict_outputs(nulls)
+    assert filled == pytest.approx(wanted, abs=1e-6)

@@ -19,8 +19,14 @@ from farandole.spark.common.runs.fingerprint import LENGTH_PARAMS, RESULT_PARAMS
 from farandole.spark.keras import KerasEstimator
 from farandole.spark.lightning import TorchEstimator as LightningEstimator
 from farandole.spark.torch import TorchEstimator
+from farandole.spark.transformers import TextClassifier
 
-ESTIMATORS = {"torch": TorchEstimator, "lightning": LightningEstimator, "keras": KerasEstimator}
+ESTIMATORS = {
+    "torch": TorchEstimator,
+    "lightning": LightningEstimator,
+    "keras": KerasEstimator,
+    "text": TextClassifier,
+}
 
 COUNTS = (
     "num_proc", "batch_size", "val_batch_size", "epochs", "partitions_per_process",
@@ -148,7 +154,23 @@ KERAS = {
     "checkpoint_callback": [("best", TypeError), (keras.callbacks.History(), TypeError)],
     "backend_env": [({"A": 1}, TypeError), ("A=1", TypeError)],
 }
-WRONG = {"torch": COMMON | TORCH, "lightning": COMMON | LIGHTNING, "keras": COMMON | KERAS}
+TEXT = {
+    **TORCH,
+    "checkpoint": [(3, TypeError), ("", ValueError), (("model", "tokenizer"), TypeError)],
+    "text_col": [(3, TypeError), ("", ValueError)],
+    "label_col": [(["y"], TypeError), ("", ValueError)],
+    "max_length": [(1, ValueError), (8.5, TypeError)],
+    "length_multiple": [(0, ValueError)],
+    "learning_rate": [(0, ValueError), ("fast", TypeError)],
+    "optimizer": [("adam", TypeError)],
+    "lora": [(0, ValueError), (True, TypeError), ("8", TypeError)],
+}
+WRONG = {
+    "torch": COMMON | TORCH,
+    "lightning": COMMON | LIGHTNING,
+    "keras": COMMON | KERAS,
+    "text": COMMON | TEXT,
+}
 ANY = {
     "torch": {"model", "optimizer", "loss", "data_module", "shuffle_buffer_size"},
     "lightning": {
@@ -161,6 +183,7 @@ ANY = {
         "profiler",
     },
     "keras": {"model", "optimizer", "metrics", "data_module", "shuffle_buffer_size"},
+    "text": {"model", "loss", "data_module", "shuffle_buffer_size"},
 }
 """Parameters that accept any value: it is checked with the others when a fit begins, or ignored."""
 
@@ -206,10 +229,14 @@ OF_KERAS = {
     "loss_reduction": None,
     "backend_env": {"LIBHDFS_OPTS": "-Xms2048m -Xmx2048m"},
 }
+OF_TEXT = dict.fromkeys(
+    ("checkpoint", "text_col", "label_col", "max_length", "learning_rate", "lora")
+) | {"length_multiple": 8}
 DEFAULTS = {
     "torch": dict.fromkeys(UNSET) | SET | OF_TORCH,
     "lightning": dict.fromkeys(UNSET) | SET | OF_TORCH | OF_LIGHTNING,
     "keras": dict.fromkeys(UNSET) | SET | OF_KERAS,
+    "text": dict.fromkeys(UNSET) | SET | OF_TORCH | OF_TEXT,
 }
 
 
@@ -235,6 +262,10 @@ NEUTRAL_PARAMS = frozenset(
     }
 )  # fmt: skip
 """Parameters that do not change the result, or only its last digits."""
+DERIVING_PARAMS = frozenset(OF_TEXT)
+"""Parameters from which a fit makes others: the model, the optimizer, the transformation of rows,
+and the columns.
+"""
 
 
 @pytest.fixture(params=ESTIMATORS)
@@ -254,7 +285,9 @@ def test_every_default_is_known(kind):
 def test_every_parameter_decides_the_result_or_does_not(kind):
     for one in ESTIMATORS[kind]().params:
         homes = [
-            table for table in (RESULT_PARAMS, LENGTH_PARAMS, NEUTRAL_PARAMS) if one.name in table
+            table
+            for table in (RESULT_PARAMS, LENGTH_PARAMS, NEUTRAL_PARAMS, DERIVING_PARAMS)
+            if one.name in table
         ]
         assert len(homes) == 1, (
             f"{one.name} belongs in one table of farandole.spark.common.runs.fingerprint, or here "
@@ -341,6 +374,7 @@ def test_a_value_that_cannot_be_is_refused_with_the_name_of_its_parameter(kind, 
     assert not made.isSet(name)
 
 
+@pytest.mark.parametrize("kind", ["torch", "lightning", "keras"], indirect=True)
 def test_conflicting_parameters_are_refused_before_the_fit_begins(kind, tmp_path):
     if kind == "keras":
         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])

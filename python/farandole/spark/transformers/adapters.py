@@ -8,13 +8,24 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 import peft
-import torch
+
+from farandole.spark.transformers.checkpoint import weights_drawn_with
 
 if TYPE_CHECKING:
     from farandole.spark.transformers.checkpoint import LoadedNetwork
 
 
-def add_adapter(loaded: LoadedNetwork, lora: int | peft.LoraConfig, seed: int) -> Any:
+_HEADS = ("classifier", "score")
+"""Names of layers that PEFT trains and saves in every network for sequences."""
+
+
+_NEUTRAL_VALUES = ("base_model_name_or_path", "peft_version", "inference_mode")
+"""Values of a configuration that do not change the result."""
+
+
+def add_adapter(
+    loaded: LoadedNetwork, lora: int | peft.LoraConfig, seed: int, path: str | None
+) -> Any:
     """Returns the network with adapters. Adapters are trained, and the layers whose weights the
     checkpoint lacks.
 
@@ -22,6 +33,7 @@ def add_adapter(loaded: LoadedNetwork, lora: int | peft.LoraConfig, seed: int) -
         loaded: the network.
         lora: rank of the adapters, or their configuration.
         seed: seed of the weights of adapters.
+        path: path of the checkpoint, which the file of saved adapters contains.
 
     Raises:
         ValueError: PEFT does not know which layers of such a network to adapt.
@@ -31,13 +43,34 @@ def add_adapter(loaded: LoadedNetwork, lora: int | peft.LoraConfig, seed: int) -
     else:
         config = copy.deepcopy(lora)  # PEFT writes into it
     config.task_type = config.task_type or peft.TaskType.SEQ_CLS
-    trained = {*(config.modules_to_save or ()), *loaded.fresh_layers}
+    trained = {*(config.modules_to_save or ()), *map(_saved_layer, loaded.random_layers)}
     config.modules_to_save = sorted(trained) or None
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with weights_drawn_with(seed):
         try:
-            return peft.get_peft_model(loaded.network, config)
+            made = peft.get_peft_model(loaded.network, config)
         except ValueError as error:
             raise ValueError(
                 f"lora does not fit the network, a {type(loaded.network).__name__}: {error}"
             ) from error
+    for adapter in made.peft_config.values():
+        adapter.base_model_name_or_path = path
+    return made
+
+
+def describe_adapters(network: Any) -> dict[str, Any]:
+    """Returns what decides the result of adapters besides their weights, by name.
+
+    Args:
+        network: a result of `add_adapter`.
+    """
+    (config,) = network.peft_config.values()
+    plain = config.to_dict()
+    return {name: plain[name] for name in sorted(plain) if name not in _NEUTRAL_VALUES}
+
+
+def _saved_layer(name: str) -> str:
+    """Returns the layer that PEFT must save so that a random layer is saved: a head as one, because
+    PEFT saves it as one.
+    """
+    head = name.partition(".")[0]
+    return head if head in _HEADS else name

@@ -4,8 +4,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import transformers
 
@@ -15,9 +14,17 @@ from farandole.spark.common.parameter import Parameter
 from farandole.spark.transformers.checkpoint import open_checkpoint
 from farandole.spark.transformers.model import TextModel
 from farandole.spark.transformers.networks import TextEmbeddingNetwork
+from farandole.spark.transformers.tokenization import TextTokenization
 
 if TYPE_CHECKING:
+    import os
+
     from pyspark.sql import DataFrame
+
+    from farandole.spark.transformers.checkpoint import TextCheckpoint
+
+_OWN_PARAMS = ("feature_columns", "label_columns", "outputCols", "outputs", "input_dtypes")
+"""Parameters whose values follow from the checkpoint and the columns."""
 
 
 class TextEmbedder(TextModel):
@@ -25,8 +32,9 @@ class TextEmbedder(TextModel):
 
         TextEmbedder(checkpoint="/models/bert", text_col="review").transform(df)
 
-    The driver reads the checkpoint at the first `transform`. The vector is the mean of the states
-    of the text's tokens in the last layer, or the state of the first token, with length 1.
+    The driver reads the checkpoint at the first `transform`, and again if another one is set. The
+    vector is the mean of the states of the text's tokens in the last layer, or the state of the
+    first token, with length 1.
     """
 
     embedding_col: Parameter[str] = Parameter(
@@ -42,28 +50,73 @@ class TextEmbedder(TextModel):
     )
 
     _network_class = transformers.AutoModel
+    _uses_pooler = False
+    _opened_with = cast("Any", None)
+    """Checkpoint and `max_length` at the time when the checkpoint was read."""
+
+    def use_checkpoint(self, checkpoint: TextCheckpoint) -> None:
+        """Like `TextModel.use_checkpoint`.
+
+        Args:
+            checkpoint: as there.
+
+        Raises:
+            ValueError: as there, or the network is an encoder and a decoder.
+        """
+        if checkpoint.config.is_encoder_decoder:
+            raise ValueError(
+                f"the checkpoint {checkpoint.name} is an encoder and a decoder "
+                f"({checkpoint.config.model_type}): embeddings need an encoder alone"
+            )
+        super().use_checkpoint(checkpoint)
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Like `TextModel.save_pretrained`. It reads the checkpoint if no `transform` has.
+
+        Args:
+            directory: as there.
+
+        Raises:
+            ValueError: there is no checkpoint.
+        """
+        self._open_changed_checkpoint()
+        super().save_pretrained(directory)
+
+    def _open_changed_checkpoint(self) -> None:
+        """Reads the checkpoint unless its network is here."""
+        given = self.getCheckpoint(), self.getMaxLength()
+        if self.getCheckpoint() is None:
+            if self.getModel() is None:
+                raise ValueError("checkpoint is required")
+        elif self.getModel() is None or self._opened_with != given:
+            with open_checkpoint(self.getCheckpoint()) as checkpoint:
+                self.use_checkpoint(checkpoint)
+            self._opened_with = given
 
     def _wrap_network(self, network: Any, padding_id: int) -> TextEmbeddingNetwork:
         pooling, normalize = self.getPooling(), self.getNormalize()
         return TextEmbeddingNetwork(network, padding_id, pooling, normalize=normalize)
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
-        for name in ("checkpoint", "text_col") if self.getModel() is None else ("text_col",):
-            if self.getOrDefault(name) is None:
-                raise ValueError(f"{name} is required")
-        if self.getModel() is None:
-            with open_checkpoint(self.getCheckpoint()) as checkpoint:
-                self.use_checkpoint(checkpoint)
-        text, vector, module = self.getTextCol(), self.getEmbeddingCol(), self.getModel()
+        if self.getTextCol() is None:
+            raise ValueError("text_col is required")
+        function = self.getOrDefault("transformation_fn")
+        is_own = function is None or isinstance(function, TextTokenization)
+        for name in _OWN_PARAMS if is_own else ("transformation_fn",):
+            if self.isSet(name):
+                raise ValueError(
+                    f"{name} cannot be set: it follows from checkpoint, text_col and embedding_col"
+                )
+        self._open_changed_checkpoint()
+        vector, module = self.getEmbeddingCol(), self.getModel()
         module.pooling, module.normalize = self.getPooling(), self.getNormalize()
         size = module.network.config.hidden_size
-        self.setParams(
-            feature_columns=[text],
+        prepared = self.copy()
+        prepared.setParams(
             label_columns=[vector],
             outputCols=[vector],
             outputs=[ModelOutput("float32", label_is_vector=True, size=size)],
             input_dtypes=["int64"],
-            transformation_fn=replace(self.getTransformationFn(), text_col=text),
             apply_transformation=True,
         )
-        return super()._transform(dataset)
+        return super(TextEmbedder, prepared)._transform(dataset)

@@ -13,8 +13,9 @@ from __future__ import annotations
 import contextlib
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+import numpy as np
 import torch
 import transformers
 
@@ -23,7 +24,7 @@ from farandole.spark.common.runs.fingerprint import FingerprintPart
 from farandole.spark.torch import driver_checks
 from farandole.spark.torch.estimator import TorchEstimator
 from farandole.spark.torch.loss_probe import needs_probe
-from farandole.spark.transformers.adapters import add_adapter
+from farandole.spark.transformers.adapters import add_adapter, describe_adapters
 from farandole.spark.transformers.checkpoint import (
     LoadedNetwork,
     TextCheckpoint,
@@ -75,6 +76,11 @@ class TextEstimator(TextParams, TorchEstimator):  # pyright: ignore[reportIncomp
 
     _own_loss: ClassVar[type[torch.nn.Module]]
 
+    # Attributes of the copy in a fit. Annotations would make them arguments of the constructor.
+    _checkpoint = cast("Any", None)
+    _optimizer_function = cast("Any", None)
+    _optimizer = cast("Any", None)
+
     def _fit(self, dataset: Any) -> Any:
         with self._open_checkpoint_for_fit() as opened:
             return super(TextEstimator, opened)._fit(dataset)
@@ -115,7 +121,7 @@ class TextEstimator(TextParams, TorchEstimator):  # pyright: ignore[reportIncomp
             )
             copied = self.copy()
             copied._checkpoint = checkpoint
-            copied._create_optimizer = copied.getOrDefault("optimizer") or partial(
+            copied._optimizer_function = copied.getOrDefault("optimizer") or partial(
                 torch.optim.AdamW,
                 lr=self.getLearningRate() or _DEFAULT_LEARNING_RATE,
                 weight_decay=_WEIGHT_DECAY,
@@ -129,19 +135,18 @@ class TextEstimator(TextParams, TorchEstimator):  # pyright: ignore[reportIncomp
                 input_dtypes=["int64"],
                 callbacks=[*self.getCallbacks(), TruncationReporter(tokenization)],
             )
-            # Stands for the network until the classes are known.
-            copied._set_network(torch.nn.Linear(1, 1))
+            # The checks before the rows are prepared need a model and its optimizer. These stand
+            # for the network, which is made when the classes of the label are known.
+            stand_in = torch.nn.Linear(1, 1)
+            copied.setParams(model=stand_in)
+            copied._optimizer = torch.optim.SGD(stand_in.parameters())
             yield copied
-
-    _checkpoint: TextCheckpoint
-    _create_optimizer: Any
-    _optimizer: torch.optim.Optimizer | None = None
 
     def _set_network(self, network: torch.nn.Module) -> None:
         """Sets the model, and creates the optimizer of its trainable parameters."""
         self.setParams(model=network)
         trained = [one for one in network.parameters() if one.requires_grad]
-        self._optimizer = self._create_optimizer(trained)
+        self._optimizer = self._optimizer_function(trained)
 
     def _get_optimizer(self) -> Any:
         return self.getOrDefault("optimizer") if self._optimizer is None else self._optimizer
@@ -163,13 +168,14 @@ class TextEstimator(TextParams, TorchEstimator):  # pyright: ignore[reportIncomp
         raise NotImplementedError
 
     def _create_framework_job(self, prepared: Prepared, backend: Backend) -> FrameworkTrainingJob:
-        checkpoint, seed = self._checkpoint, self.getRandomSeed() or 0
+        checkpoint: TextCheckpoint = self._checkpoint
+        seed = self.getRandomSeed() or 0
         loaded = checkpoint.load_network(
             transformers.AutoModelForSequenceClassification, seed, **self._network_changes(prepared)
         )
         network, lora = loaded.network, self.getLora()
         if lora is not None:
-            network = add_adapter(loaded, lora, seed)
+            network = add_adapter(loaded, lora, seed, checkpoint.path)
         self._set_network(TextNetwork(network, checkpoint.padding_id, has_adapter=lora is not None))
         driver_checks.check_optimizer(self.getModel(), self.getOptimizer())
         plan = super()._create_framework_job(prepared, backend)
@@ -181,7 +187,11 @@ class TextEstimator(TextParams, TorchEstimator):  # pyright: ignore[reportIncomp
         if not isinstance(network, TextNetwork) or not network.has_adapter:
             return parts
         digest = arrays_digest(network.frozen_weights())
-        return [*parts, FingerprintPart("frozen weights", digest, digest[:8])]
+        return [
+            *parts,
+            FingerprintPart("frozen weights", digest, digest[:8]),
+            FingerprintPart.from_value("lora", describe_adapters(network.network)),
+        ]
 
     def _sample_columns(self, prepared: Prepared, backend: Backend) -> SampledColumns:
         sampled = super()._sample_columns(prepared, backend)
@@ -195,10 +205,12 @@ class TextEstimator(TextParams, TorchEstimator):  # pyright: ignore[reportIncomp
     def _model_params(
         self, call: ModelCall, inputs: Any, form: str | None = None
     ) -> dict[str, Any]:
+        tokenization = self.getTransformationFn()
         return super()._model_params(call, inputs, form) | {
             "apply_transformation": True,
+            "transformation_fn": replace(tokenization, has_fixed_length=False),
             "text_col": self.getTextCol(),
-            "max_length": self.getTransformationFn().max_length,
+            "max_length": tokenization.max_length,
             "length_multiple": self.getLengthMultiple(),
             "tokenizer_files": self._checkpoint.tokenizer_files(),
         }
@@ -269,19 +281,24 @@ class TextRegressor(TextEstimator):
         return TextRegressorModel
 
     def _network_changes(self, prepared: Prepared) -> dict[str, Any]:
-        del prepared
+        label = self.getLabelCol()
+        if np.dtype(prepared.columns[label].dtype).kind not in "biuf":
+            raise ValueError(f"label column {label!r} has no numbers, which a regressor learns")
         return {
             "num_labels": 1,
-            "id2label": {0: self.getLabelCol()},
-            "label2id": {self.getLabelCol(): 0},
+            "id2label": {0: label},
+            "label2id": {label: 0},
             "problem_type": "regression",
         }
 
 
 def _describe_beginning(loaded: LoadedNetwork, network: TextNetwork) -> Iterator[str]:
     """Yields sentences about the weights with which a fit begins."""
-    if loaded.fresh_layers:
-        yield f"the checkpoint has no weights of {', '.join(loaded.fresh_layers)}: they are random"
+    if loaded.random_layers:
+        names = ", ".join(loaded.random_layers)
+        yield f"the checkpoint has no weights of {names}: they are random"
+    if loaded.head_message:
+        yield loaded.head_message
     if network.has_adapter:
         counts = [
             (parameter.numel(), parameter.requires_grad)

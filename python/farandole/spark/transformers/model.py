@@ -6,9 +6,12 @@ A saved model contains a checkpoint in the layout of Hugging Face and plain para
 runs no code of the file.
 """
 
+# ruff: noqa: N802 - Spark ML's manner
+
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -20,6 +23,7 @@ from farandole.spark.common.saving.persistence import ParamsReader, ParamsWriter
 from farandole.spark.torch.model import TorchModel
 from farandole.spark.transformers.checkpoint import (
     TextCheckpoint,
+    count_positions,
     open_checkpoint,
     quiet_transformers,
 )
@@ -51,7 +55,7 @@ def create_tokenization(
     Args:
         params: names the column and the lengths.
         checkpoint: has the tokenizer.
-        has_fixed_length: whether every batch has the largest length.
+        has_fixed_length: whether every batch has `max_length` tokens a row.
 
     Raises:
         ValueError: the network takes fewer tokens than `max_length`.
@@ -60,6 +64,7 @@ def create_tokenization(
         text_col=params.getTextCol(),
         tokenizer=checkpoint.tokenizer.backend_tokenizer.to_str(),
         max_length=checkpoint.resolve_max_length(params.getMaxLength()),
+        truncation_side=checkpoint.tokenizer.truncation_side,
         length_multiple=params.getLengthMultiple(),
         has_fixed_length=has_fixed_length,
     )
@@ -89,7 +94,7 @@ class TextModelReader(ParamsReader["TextModel"]):
             for name, content in parts.items():
                 # A name must not lead out of the directory.
                 (Path(directory) / Path(name).name).write_bytes(content)
-            with open_checkpoint(directory) as checkpoint:
+            with open_checkpoint(directory, self.allowed) as checkpoint:
                 loaded.use_checkpoint(checkpoint)
 
 
@@ -107,6 +112,8 @@ class TextModel(TextColumnParams, TorchModel):
 
     _writer_class = TextModelWriter
     _network_class: ClassVar[Any] = transformers.AutoModelForSequenceClassification
+    _uses_pooler: ClassVar[bool] = True
+    """Whether outputs depend on the layer that transformers puts behind the first token."""
 
     @classmethod
     def read(cls) -> TextModelReader:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -123,8 +130,9 @@ class TextModel(TextColumnParams, TorchModel):
             ValueError: it lacks some.
         """
         loaded = checkpoint.load_network(self._network_class, seed=0)
-        # Embeddings do not use the layer that transformers puts behind the first token.
-        missing = [name for name in loaded.fresh_layers if "pooler" not in name]
+        missing = [
+            name for name in loaded.random_layers if self._uses_pooler or "pooler" not in name
+        ]
         if missing:
             raise ValueError(
                 f"the checkpoint {checkpoint.name} has no weights of {', '.join(missing)}"
@@ -134,6 +142,32 @@ class TextModel(TextColumnParams, TorchModel):
             tokenizer_files=checkpoint.tokenizer_files(),
             transformation_fn=create_tokenization(self, checkpoint),
         )
+
+    def getTransformationFn(self) -> Any:
+        """Returns the function that makes tokens, with the column and the lengths that are set.
+
+        Raises:
+            ValueError: the network takes fewer tokens than `max_length`.
+        """
+        function = self.getOrDefault("transformation_fn")
+        if not isinstance(function, TextTokenization):
+            return function
+        length = self.getMaxLength() or function.max_length
+        if length > function.max_length:
+            module = self.getModel()
+            limit = count_positions(module.network.config, module.padding_id)
+            if limit is not None and length > limit:
+                raise ValueError(f"max_length={length} is more than the model takes: {limit}")
+        return replace(
+            function,
+            text_col=self.getTextCol(),
+            max_length=length,
+            length_multiple=self.getLengthMultiple(),
+        )
+
+    def getFeatureColumns(self) -> list[str] | None:
+        """Returns the column of texts."""
+        return None if self.getTextCol() is None else [self.getTextCol()]
 
     def _wrap_network(self, network: Any, padding_id: int) -> Any:
         """Returns the module that takes tokens as one tensor."""

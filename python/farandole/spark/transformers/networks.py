@@ -4,15 +4,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn import functional
 
 from farandole.spark.transformers.tokenization import PADDING_TOKEN
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 class TextNetwork(torch.nn.Module):
@@ -34,6 +31,9 @@ class TextNetwork(torch.nn.Module):
         self.network = network
         self.padding_id = padding_id
         self.has_adapter = has_adapter
+        # Hooks get the prefix of a module that wraps this one.
+        self.register_state_dict_post_hook(_remove_frozen_weights)
+        self.register_load_state_dict_pre_hook(_add_frozen_weights)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Returns the logits, (rows, classes), or (rows, 1) of a regression.
@@ -44,46 +44,18 @@ class TextNetwork(torch.nn.Module):
         ids, mask = split_padding(tokens, self.padding_id)
         return self.network(input_ids=ids, attention_mask=mask).logits
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Returns the weights by name; with adapters, without the weights that are frozen."""
-        state = super().state_dict(*args, **kwargs)
-        for name in self._frozen_names():
-            del state[name]
-        return state
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Loads a state; with adapters, frozen weights keep their values.
-
-        Args:
-            state_dict: a result of `state_dict`.
-            strict: whether names must be the same.
-            assign: as torch has it.
-
-        Raises:
-            RuntimeError: names or shapes differ.
-        """
-        frozen = self._frozen_names()
-        own = dict(super().state_dict()) if frozen else {}
-        unchanged = {name: own[name] for name in frozen}
-        return super().load_state_dict({**unchanged, **state_dict}, strict, assign)
-
     def frozen_weights(self) -> dict[str, torch.Tensor]:
         """Returns the weights that adapters leave as they are, by name."""
-        own, frozen = super().state_dict(), self._frozen_names()
-        return {name: own[name] for name in frozen}
+        if not self.has_adapter:
+            return {}
+        parameters = self.named_parameters(remove_duplicate=False)
+        return {name: one.detach() for name, one in parameters if not one.requires_grad}
 
     def merge_adapter(self) -> None:
         """Adds the adapters to the weights that they adapt, and removes them."""
         if self.has_adapter:
             self.network: Any = self.network.merge_and_unload()  # pyright: ignore[reportCallIssue]
             self.has_adapter = False
-
-    def _frozen_names(self) -> list[str]:
-        if not self.has_adapter:
-            return []
-        return [name for name, one in self.named_parameters() if not one.requires_grad]
 
 
 class TextEmbeddingNetwork(torch.nn.Module):
@@ -119,6 +91,20 @@ class TextEmbeddingNetwork(torch.nn.Module):
             shares = mask[:, :, None].to(states.dtype)
             pooled = (states * shares).sum(dim=1) / shares.sum(dim=1)
         return functional.normalize(pooled, dim=1) if self.normalize else pooled
+
+
+def _remove_frozen_weights(
+    network: TextNetwork, state: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    """Takes the frozen weights out of a state: a hook of `state_dict`."""
+    for name in network.frozen_weights():
+        del state[prefix + name]
+
+
+def _add_frozen_weights(network: TextNetwork, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Adds the frozen weights to a state, so that they stay: a hook of `load_state_dict`."""
+    for name, value in network.frozen_weights().items():
+        state.setdefault(prefix + name, value)
 
 
 def split_padding(tokens: torch.Tensor, padding_id: int) -> tuple[torch.Tensor, torch.Tensor]:

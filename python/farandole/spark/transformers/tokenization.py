@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from farandole.spark.torch.callbacks import TrainingState
 
 PADDING_TOKEN = -1
-"""Fills the end of a row of tokens; it is no token of any vocabulary."""
+"""Fills the end of a row of tokens; it is no token of any vocabulary. The network replaces it by
+the `padding_id` of the checkpoint, which may be a token of texts: without a token for padding, it
+is the token of their end.
+"""
 
 
 @dataclass
@@ -47,6 +50,7 @@ class TextTokenization:
         text_col: the column.
         tokenizer: content of the file tokenizer.json.
         max_length: largest number of tokens of a text; the rest of longer texts is cut off.
+        truncation_side: side where the rest of longer texts is cut off, `"right"` or `"left"`.
         length_multiple: a batch has the length of its longest text, rounded up to a multiple.
         has_fixed_length: whether every batch has `max_length` tokens a row.
     """
@@ -54,6 +58,7 @@ class TextTokenization:
     text_col: str
     tokenizer: str
     max_length: int
+    truncation_side: str = "right"
     length_multiple: int = 8
     has_fixed_length: bool = False
 
@@ -88,9 +93,9 @@ class TextTokenization:
             if not isinstance(text, str):
                 raise TypeError(
                     f"text column {self.text_col!r} has values of type {type(text).__name__}, "
-                    "which are no strings"
+                    "which are not strings"
                 )
-        encodings = self._backend.encode_batch_fast(texts)
+        encodings = self._truncating_tokenizer.encode_batch_fast(texts)
         self.counts.texts += len(texts)
         self.counts.truncated += sum(bool(one.overflowing) for one in encodings)
         rows = [one.ids for one in encodings]
@@ -107,9 +112,9 @@ class TextTokenization:
         return TokenizedTextCounts()
 
     @cached_property
-    def _backend(self) -> tokenizers.Tokenizer:
+    def _truncating_tokenizer(self) -> tokenizers.Tokenizer:
         made = tokenizers.Tokenizer.from_str(self.tokenizer)
-        made.enable_truncation(self.max_length)
+        made.enable_truncation(self.max_length, direction=self.truncation_side)
         made.no_padding()
         return made
 

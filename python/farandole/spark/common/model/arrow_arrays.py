@@ -95,12 +95,14 @@ def feature_arrays(
                 batch.column(places[name]), name, fixed=fixed
             )
         column = encoding.encode_column(name, places, lambda source: batch.column(places[source]))
-        if texts and _is_text_type(column.type) and not column.null_count:
-            # one more, or NumPy looks into them
-            return np.array([*column.to_pylist(), None], dtype=object)[:-1]
-        return column_to_array(
-            column, name, None if name in encoding.categories else column_fill(encoding.fill, name)
-        )
+        fill = None if name in encoding.categories else column_fill(encoding.fill, name)
+        if texts and _is_text_type(column.type):
+            if fill is not None:
+                column = column.fill_null(pa.scalar(fill.text).cast(column.type))
+            if not column.null_count:
+                # one more, or NumPy looks into them
+                return np.array([*column.to_pylist(), None], dtype=object)[:-1]
+        return column_to_array(column, name, fill)
 
     found = {name: feature_array(name) for name in names}
     nested = [name for name in found if name in encoding.ragged and encoding.ragged[name].nested]
