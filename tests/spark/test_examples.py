@@ -44,7 +44,6 @@ def promised(name):
         ("spark_torch_passengers.py", [0.8, 0.75]),
         ("token_sequences_no_spark.py", [0.85]),
         ("images_no_spark.py", [0.9]),
-        ("text_docstrings_no_spark.py", [0.10, 0.97]),
     ],
 )
 def test_an_example_states_the_score_that_it_reaches(name, least):
