@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -14,15 +15,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from farandole.spark.common.model.predictor import BatchPredictor
-from farandole.spark.job.connect_artifacts import load_prestaged
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import numpy.typing as npt
     import pyarrow as pa
     import torch
     from pyspark.sql.types import StructType
 
     from farandole.spark.torch.columns.model_calls import ModelCall
+    from farandole.spark.torch.saving.host_weights import HostWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,21 +40,28 @@ class TorchPredictor(BatchPredictor):
     """Makes outputs of the model and its inputs; `None` calls the model."""
     row_function: Any = None
     """Makes outputs of the model and one row; `None` if predictions go by batch."""
+    weights: HostWeights | None = None
+    """The weights, if they are sent apart from the model."""
+    precision: str = "fp32"
+    """`fp32`, or `bf16` for autocast."""
+    compile: bool = False
     schema: StructType | None = None
     """The columns of the rows that `row_function` gets."""
 
     @cached_property
     def model_key(self) -> str:
-        """Like `BatchPredictor.model_key`, with the device of the task."""
-        return f"{super().model_key} {self._task_device()}"
+        """Like `BatchPredictor.model_key`, with the weights and the device of the task."""
+        weights = "" if self.weights is None else self.weights.digest
+        return f"{super().model_key} {weights} {self._task_device()} {self.compile}"
 
     def load_model(self) -> torch.nn.Module:
         """Like `BatchPredictor.load_model`; the model is on the task's device."""
-        from farandole.spark.torch.saving import state_bytes
+        from farandole.spark.torch.saving import host_weights
 
-        return (
-            state_bytes.unpickle_on_cpu(load_prestaged(self.model)).eval().to(self._task_device())
-        )
+        loaded = host_weights.load_module(self.model, self.weights).eval().to(self._task_device())
+        if self.compile:
+            loaded.compile(dynamic=True)
+        return loaded
 
     def _task_device(self) -> str:
         """Returns the device of this task: the GPU that Spark assigned, or with `use_gpu` a
@@ -70,16 +80,23 @@ class TorchPredictor(BatchPredictor):
         choice = choose_gpu(torch.cuda.device_count(), 0, 1, assigned, visible)
         return "cpu" if choice is None else f"cuda:{choice.index}"
 
+    @contextlib.contextmanager
+    def _inference_mode(self, device: str) -> Iterator[None]:
+        """Predicts without gradients, and in the precision of the model."""
+        import torch
+
+        half = self.precision == "bf16"
+        with torch.inference_mode(), torch.autocast(device, torch.bfloat16, enabled=half):
+            yield
+
     def predict_outputs(self, batch: pa.RecordBatch) -> list[npt.NDArray[Any]]:
         """Like `BatchPredictor.predict_outputs`; row by row, if there is a function of rows."""
         if self.row_function is None or self.schema is None or batch.num_rows == 0:
             return super().predict_outputs(batch)
-        import torch
-
         from farandole.spark.common.model.spark_rows import spark_rows
 
         model = self._find_model()
-        with torch.inference_mode():
+        with self._inference_mode("cpu"):
             rows = [
                 [
                     output.detach().float().cpu().numpy().reshape(-1)
@@ -131,7 +148,7 @@ class TorchPredictor(BatchPredictor):
 
         device = next((one.device for one in model.parameters()), torch.device("cpu"))
         inputs = [one.to(device) for one in self.create_inputs(columns, rows, model)]
-        with torch.inference_mode():
+        with self._inference_mode(device.type):
             try:
                 own = model if self.function is None else partial(self.function, model)
                 value = self.call.call_model(own, inputs)

@@ -14,12 +14,10 @@ objects.
 from __future__ import annotations
 
 import io
-import pickle
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from farandole.common import pickling
 from farandole.spark.common.saving.persistence import (
     ParamsReadable,
     ParamsReader,
@@ -29,43 +27,16 @@ from farandole.spark.common.saving.persistence import (
     split_plain_json,
 )
 from farandole.spark.torch.saving import safetensors_bytes, state_bytes
+from farandole.spark.torch.saving.weight_references import (
+    WeightReferencePickler,
+    WeightReferenceUnpickler,
+)
 
 if TYPE_CHECKING:
     from farandole.spark.torch.model import TorchModel
 
 _PICKLED_PARAMS = ("model", "optimizer", "loss", "loss_constructors", "transformation_fn")
 _ZIP_MAGIC = b"PK"
-
-
-class _WeightReferencePickler(pickling.Pickler):
-    """A pickler that stores references instead of the weights of one module."""
-
-    def __init__(self, file: io.BytesIO, weights: dict[str, torch.Tensor]) -> None:
-        super().__init__(file)
-        self._names = {id(tensor): name for name, tensor in weights.items()}
-
-    def persistent_id(self, obj: Any) -> tuple[str, bool, bool] | None:
-        if isinstance(obj, torch.Tensor) and id(obj) in self._names:
-            return self._names[id(obj)], isinstance(obj, torch.nn.Parameter), obj.requires_grad
-        return None
-
-
-class _WeightReferenceUnpickler(pickle.Unpickler):
-    """An unpickler that puts the weights back; the same reference gives the same tensor."""
-
-    def __init__(self, file: io.BytesIO, weights: dict[str, torch.Tensor]) -> None:
-        super().__init__(file)
-        self._weights = weights
-        self._loaded_tensors: dict[str, torch.Tensor] = {}
-
-    def persistent_load(self, pid: tuple[str, bool, bool]) -> torch.Tensor:
-        name, is_parameter, requires_grad = pid
-        if name not in self._loaded_tensors:
-            tensor = self._weights[name]
-            self._loaded_tensors[name] = (
-                torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor
-            )
-        return self._loaded_tensors[name]
 
 
 class TorchModelWriter(ParamsWriter):
@@ -83,7 +54,7 @@ class TorchModelWriter(ParamsWriter):
         }
         more = pop_subclass_objects(self.instance, values)
         pickled = io.BytesIO()
-        _WeightReferencePickler(pickled, weights).dump(
+        WeightReferencePickler(pickled, weights).dump(
             {**{name: values.get(name) for name in _PICKLED_PARAMS}, **more}
         )
         plain = {name: value for name, value in values.items() if name not in _PICKLED_PARAMS}
@@ -128,7 +99,7 @@ class TorchModelReader(ParamsReader["TorchModel"]):
         self.check_pickled_code(
             path, f", or use {self.kind.__name__}.read().model(module), which runs none"
         )
-        objects = _WeightReferenceUnpickler(io.BytesIO(parts["objects"]), weights).load()
+        objects = WeightReferenceUnpickler(io.BytesIO(parts["objects"]), weights).load()
         loaded.setParams(**{name: value for name, value in objects.items() if value is not None})
 
 

@@ -50,7 +50,10 @@ def _safetensors_functions() -> Any:
             name=error.name,
         ) from error
     return SimpleNamespace(
-        save=library.save, load=library.load, SafetensorError=safetensors.SafetensorError
+        save=library.save,
+        load=library.load,
+        load_file=library.load_file,
+        SafetensorError=safetensors.SafetensorError,
     )
 
 
@@ -95,3 +98,13 @@ def load_tensors(data: bytes) -> dict[str, torch.Tensor]:
         ValueError,
     ) as error:
         raise ValueError(f"not a whole file of tensors: {error}") from error
+
+
+def map_tensors(path: str) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a file as private mappings of it, by name. Pages that are not changed
+    are shared with all processes that map the file.
+
+    Args:
+        path: of a file with the bytes of `dump_tensors`.
+    """
+    return _safetensors_functions().load_file(path)

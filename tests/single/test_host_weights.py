@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Processes of a host that predict with one module share one copy of its weights."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from tests.programs import program_path
+
+from farandole.spark.job import host_memory_files
+from farandole.spark.torch.saving import host_weights
+from farandole.spark.torch.saving.host_weights import HostWeights, load_module, pack_module
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(sys.platform != "linux", reason="the files are Linux's"),
+]
+LAYER_BYTES = 4 * (1600 * 1600 + 1600)
+
+
+def large_network(layers=1, seed=0):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(*(torch.nn.Linear(1600, 1600) for _ in range(layers)))
+
+
+def sent_weights(packed):
+    """The weights as a small session sends them."""
+    return HostWeights(hashlib.sha256(packed.weights).hexdigest(), packed.weights)
+
+
+def mapped_names():
+    with open("/proc/self/maps") as lines:
+        return {line.split(maxsplit=5)[5].strip() for line in lines if "farandole-bytes" in line}
+
+
+@contextlib.contextmanager
+def run_workers(count, folder):
+    """Starts the program so often, and kills what is still alive in the end."""
+    paths = [str(folder / name) for name in ("module", "weights")]
+    command = [sys.executable, str(program_path(__file__, "predict_with_host_weights")), *paths]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    workers = [subprocess.Popen(command, **pipes) for _ in range(count)]
+    try:
+        yield workers
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.communicate(timeout=60)
+
+
+def measure_workers(count, folder):
+    """Returns what each of some workers prints after all have predicted."""
+    with run_workers(count, folder) as workers:
+        for worker in workers:
+            assert worker.stdout.readline() == "loaded\n"
+        answers = []
+        for worker in workers:
+            worker.stdin.write("measure\n")
+            worker.stdin.flush()
+            answers.append(json.loads(worker.stdout.readline()))
+    return answers
+
+
+@pytest.mark.parametrize("layers", [4, pytest.param(20, marks=pytest.mark.slow)])
+def test_four_workers_take_the_memory_of_one_copy(tmp_path, layers):
+    network = large_network(layers)
+    packed = pack_module(network)
+    (tmp_path / "module").write_bytes(packed.module)
+    (tmp_path / "weights").write_bytes(packed.weights)
+    with torch.inference_mode():
+        expected = float(network(torch.ones(4, 1600)).sum())
+    one_answer = measure_workers(1, tmp_path)
+    four_answers = measure_workers(4, tmp_path)
+    grown = sum(growth for growth, _, _ in four_answers)
+    print(f"one: {one_answer}, four: {four_answers}, weights: {layers * LAYER_BYTES}")
+    assert one_answer[0][0] > layers * LAYER_BYTES * 0.9
+    assert grown <= 1.3 * one_answer[0][0]
+    assert sum(reads for _, reads, _ in four_answers) == 1
+    for _, _, total in [*one_answer, *four_answers]:
+        assert total == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_memory_is_free_after_all_workers_were_killed(tmp_path):
+    packed = pack_module(large_network(seed=1))
+    (tmp_path / "module").write_bytes(packed.module)
+    (tmp_path / "weights").write_bytes(packed.weights)
+    name = f"farandole-bytes-{hashlib.sha256(packed.weights).hexdigest()}"
+    with run_workers(2, tmp_path) as workers:
+        for worker in workers:
+            assert worker.stdout.readline() == "loaded\n"
+        found = host_memory_files._find_open_file(name)
+        assert found is not None
+        with pytest.raises(OSError, match=r"not permitted|denied"):
+            os.open(f"/proc/self/fd/{found}", os.O_WRONLY | os.O_TRUNC)
+        os.close(found)
+    assert host_memory_files._find_open_file(name) is None
+
+
+def test_a_module_is_restored_with_its_shared_and_other_tensors():
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.nn.Embedding(1600, 1600)
+            self.head = torch.nn.Linear(1600, 1600, bias=False)
+            self.head.weight = self.table.weight
+            self.register_buffer("shift", torch.ones(1600), persistent=False)
+            self.register_buffer("scale", torch.tensor(2.0))
+            self.frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+
+        def forward(self, x):
+            return self.head(self.table(x)) * self.scale + self.shift
+
+    network = Tied()
+    packed = pack_module(network)
+    assert len(packed.weights) < 1.1 * 4 * 1600 * 1600  # the tied weight is there once
+    restored = load_module(packed.module, sent_weights(packed))
+    assert len(mapped_names()) == 1
+    assert restored.head.weight is restored.table.weight
+    assert not restored.frozen.requires_grad
+    rows = torch.tensor([0, 3, 1599])
+    torch.testing.assert_close(restored(rows), network(rows))
+    with torch.no_grad():  # of this process alone
+        restored.table.weight.zero_()
+    again = load_module(packed.module, sent_weights(packed))
+    torch.testing.assert_close(again(rows), network(rows))
+    descriptors = len(os.listdir("/proc/self/fd"))
+    del restored, again
+    assert len(os.listdir("/proc/self/fd")) == descriptors - 2
+
+
+def test_weights_in_bfloat16_take_half_and_predict_nearly_the_same():
+    network = torch.nn.Sequential(large_network(), torch.nn.LayerNorm(1600), torch.nn.ReLU())
+    full, half = pack_module(network), pack_module(network, in_bfloat16=True)
+    assert len(half.weights) < 0.51 * len(full.weights)
+    restored = load_module(half.module, sent_weights(half))
+    assert {one.dtype for one in restored.parameters()} == {torch.bfloat16, torch.float32}
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        found = restored(torch.ones(2, 1600)).float()
+    torch.testing.assert_close(found, network(torch.ones(2, 1600)), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("kind", ["small", "sparse", "subclass"])
+def test_other_modules_are_sent_whole(kind):
+    class Marked(torch.Tensor):
+        pass
+
+    network = torch.nn.Linear(4, 4) if kind == "small" else large_network()
+    if kind == "sparse":
+        network.register_buffer("links", torch.eye(3).to_sparse())
+    if kind == "subclass":
+        network.register_buffer("marked", torch.ones(3).as_subclass(Marked))
+    packed = pack_module(network)
+    assert packed.weights is None
+    x = torch.ones(2, network.in_features if kind == "small" else 1600)
+    torch.testing.assert_close(load_module(packed.module, None)(x), network(x))
+
+
+def test_without_memory_files_each_process_has_a_copy(monkeypatch):
+    network = large_network(seed=2)
+    packed = pack_module(network)
+    monkeypatch.setattr(host_weights.host_memory_files, "open_host_memory_file", lambda *_: None)
+    restored = load_module(packed.module, sent_weights(packed))
+    assert not mapped_names()
+    torch.testing.assert_close(restored(torch.ones(1, 1600)), network(torch.ones(1, 1600)))
