@@ -66,6 +66,7 @@ from farandole.spark.common.runs.run_fingerprint_check import (
 )
 from farandole.spark.common.runs.stop_request import StopRequest
 from farandole.spark.common.runs.trackers import create_trackers, loggable_parameters
+from farandole.spark.common.saving.logged_models import collect_plain_params
 from farandole.spark.common.show.progress import ProgressDisplay, create_progress_display
 from farandole.spark.common.training_plan import FitResources
 from farandole.spark.job.session_adapter import SparkSessionAdapter
@@ -357,19 +358,20 @@ class FarandoleEstimator(ClassificationParams, EstimatorHooks, Estimator[Any]):
             if (verdict := run_verdict(job)) is not None:
                 tracker.log_verdict(verdict)
             model = plan.load_result(trained)
-            tracker.log_model(model, self._flavor, plan.create_example(model))
-        fitted = self.get_model_class()(
-            **plan.create_model_kwargs(model, trained.history, job.run_id, metadata)
-        )
-        if isinstance(fitted, FarandoleModel):  # a subclass may return a class of any kind
-            own = {
-                "signature": input_signature(plan.inputs),
-                "paths": job.file_paths(),
-                "outputs": plan.outputs,
-                **self._inherited_params(prepared),
-                **plan.model_params,
-            }
-            fitted.set_unset_params(own)
+            fitted = self.get_model_class()(
+                **plan.create_model_kwargs(model, trained.history, job.run_id, metadata)
+            )
+            if isinstance(fitted, FarandoleModel):  # a subclass may return a class of any kind
+                own = {
+                    "signature": input_signature(plan.inputs),
+                    "paths": job.file_paths(),
+                    "outputs": plan.outputs,
+                    **self._inherited_params(prepared),
+                    **plan.model_params,
+                }
+                fitted.set_unset_params(own)
+            params = collect_plain_params(fitted)
+            tracker.log_model(model, self._flavor, plan.create_example(model), params)
         return fitted
 
     def _create_framework_job(self, prepared: Prepared, backend: Backend) -> FrameworkTrainingJob:

@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any, Self
 
 from pyspark.ml.util import MLReadable
 
@@ -14,17 +15,20 @@ from farandole.spark.common.model.base import FarandoleModel
 from farandole.spark.common.model.model_summary import LayerSummary, torch_layers
 from farandole.spark.common.param_checks import feature_arguments
 from farandole.spark.common.parameter import Parameter
+from farandole.spark.common.saving.logged_models import load_from_mlflow
 from farandole.spark.common.saving.persistence import ParamsWritable
 from farandole.spark.torch.columns.model_calls import ModelCall
 from farandole.spark.torch.predict import TorchPredictor
-from farandole.spark.torch.saving import state_bytes
-from farandole.spark.torch.saving.onnx import export_onnx
+from farandole.spark.torch.saving.exported_program import export_program
+from farandole.spark.torch.saving.host_weights import pack_module, send_weights
+from farandole.spark.torch.saving.onnx import TracedTorchModel, export_onnx
 from farandole.spark.torch.saving.persistence import TorchModelReader, TorchModelWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    import numpy.typing as npt
     import torch
     from pyspark.sql import DataFrame
 
@@ -79,6 +83,17 @@ class TorchModel(ParamsWritable, FarandoleModel, MLReadable["TorchModel"]):
         default=None,
     )
 
+    precision: Parameter[str] = Parameter(
+        'Precision of predictions: `"fp32"`, or `"bf16"` for autocast.',
+        argument_checks.make_choice_check("fp32", "bf16"),
+        default="fp32",
+    )
+    compile: Parameter[bool] = Parameter(
+        "Whether `torch.compile` compiles the module in the workers that predict.",
+        argument_checks.check_boolean_flag,
+        default=False,
+    )
+
     _writer_class = TorchModelWriter
     _framework = "torch"
 
@@ -92,16 +107,65 @@ class TorchModel(ParamsWritable, FarandoleModel, MLReadable["TorchModel"]):
     def _write_onnx(
         self, path: Path, signature: Signature, opset: int | None
     ) -> Callable[[Sequence[Any]], Sequence[Any]]:
-        outputs, function = self.getOutputCols(), self._custom_prediction_fn()
+        function = self._exported_function()
+        return export_onnx(
+            self.getModel(),
+            signature,
+            self.getOutputCols(),
+            path,
+            function,
+            opset,
+            self._model_call(),
+        )
+
+    def _write_exported_program(
+        self,
+        path: Path,
+        signature: Signature,
+        rows: Sequence[npt.NDArray[Any]] | None,
+        tolerance: float,
+    ) -> None:
+        export_program(
+            TracedTorchModel(
+                deepcopy(self.getModel()).cpu(), self._exported_function(), self._model_call()
+            ).eval(),
+            signature,
+            self.getOutputCols(),
+            path,
+            rows,
+            tolerance=tolerance,
+        )
+
+    def _exported_function(self) -> Callable[..., Any] | None:
+        """Returns the function of the model and its inputs that an exported model computes."""
         if self._row_prediction_fn() is not None:
             raise ValueError(
                 "a function of single rows cannot be exported: write get_prediction_fn of "
                 f"{type(self).__name__} by batch, marked with farandole.spark.common.transform."
                 "batched"
             )
-        return export_onnx(
-            self.getModel(), signature, outputs, path, function, opset, self._model_call()
-        )
+        return self._custom_prediction_fn()
+
+    @classmethod
+    def from_mlflow(cls, uri: str, *, allow_pickle: bool | None = None) -> Self:
+        """Returns a model that `mlflow=True` of an estimator has logged, with its columns,
+        categories, thresholds and everything else that predictions need.
+
+        MLflow's file of the module is a pickle: loading it runs code, so load only what you trust.
+        A `transformation_fn` is not in the file, and optimizer, loss, history and statistics are
+        not either.
+
+        Args:
+            uri: of the model in MLflow, such as `models:/stars/3` or `runs:/<run>/model`.
+            allow_pickle: whether the pickle may be loaded; without it, `FARANDOLE_ALLOW_PICKLE`
+                decides.
+
+        Raises:
+            ImportError: MLflow is not installed.
+            PickleNotAllowedError: pickles are not allowed.
+            ValueError: the model was logged by something else.
+        """
+        return load_from_mlflow(cls, uri, allowed=allow_pickle)
 
     def _model_call(self) -> ModelCall:
         """Returns the call of the module."""
@@ -140,8 +204,12 @@ class TorchModel(ParamsWritable, FarandoleModel, MLReadable["TorchModel"]):
         super()._check_feature_columns(dataset, raw=raw or self._row_prediction_fn() is not None)
 
     def _create_predictor(self, dataset: DataFrame) -> TorchPredictor:
+        packed = pack_module(self.getModel(), in_bfloat16=self.getPrecision() == "bf16")
         return TorchPredictor(
-            **self._predictor_arguments(dataset, state_bytes.pickle_with_tensors(self.getModel())),
+            **self._predictor_arguments(dataset, packed.module),
+            weights=send_weights(dataset.sparkSession, packed.weights),
+            precision=self.getPrecision(),
+            compile=self.getCompile(),
             shapes=self.getInputShapes(),
             dtypes=self.getInputDtypes(),
             call=self._model_call(),

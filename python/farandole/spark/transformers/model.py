@@ -230,6 +230,14 @@ class TextModel(TextColumnParams, TorchModel):
             "and export the network from there"
         )
 
+    def export(self, *_: Any, **__: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Raises an error, because tokens are no columns.
+
+        Raises:
+            ValueError: always; the message says what to do.
+        """
+        self.to_onnx()
+
 
 class TextClassifierModel(TextModel):
     """A fitted `TextClassifier`: `transform` adds logits, probabilities and names of classes."""

@@ -321,13 +321,66 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
         signature = onnx.require_exportable_signature(
             self, self.getOutputCols(), extras=self._onnx_extras, more=self._onnx_packages
         )
-        arrays = None
-        if rows is not None:
-            predictor = self._create_predictor(rows)
-            arrays = predictor.batch_inputs(onnx.collect_check_rows(self, rows), self.getModel())
+        arrays = None if rows is None else onnx.collect_check_arrays(self, rows)
         with onnx.write_atomically(path) as made:
             predict = self._write_onnx(made, signature, opset)
             onnx.check_onnx_predictions(made, signature, arrays, predict, tolerance)
+
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        rows: DataFrame | None = None,
+        *,
+        opset: int | None = None,
+        tolerance: float = 1e-4,
+    ) -> None:
+        """Writes the model in the format of the file's ending: `.onnx`, as `to_onnx`, or for
+        models of torch `.pt2`, as `torch.export.save`. Both are checked in the same way.
+
+        Args:
+            path: of the file, on this host.
+            rows: rows to check with; default: made-up ones.
+            opset: as for `to_onnx`.
+            tolerance: as for `to_onnx`.
+
+        Raises:
+            ImportError: as `to_onnx`.
+            ValueError: the ending is unknown, the model cannot be exported, or the exported one
+                predicts something else.
+        """
+        from farandole.spark.common.model import onnx
+
+        if str(path).endswith(".onnx"):
+            self.to_onnx(path, rows, opset=opset, tolerance=tolerance)
+            return
+        if not str(path).endswith(".pt2") or opset is not None:
+            raise ValueError(
+                f"export writes files that end in .onnx or .pt2, and opset is for .onnx: {path}"
+            )
+        signature = onnx.require_signature(self, self.getOutputCols())
+        arrays = None if rows is None else onnx.collect_check_arrays(self, rows)
+        with onnx.write_atomically(path) as made:
+            self._write_exported_program(made, signature, arrays, tolerance)
+
+    def _write_exported_program(
+        self,
+        path: Path,
+        signature: Signature,
+        rows: Sequence[npt.NDArray[Any]] | None,
+        tolerance: float,
+    ) -> None:
+        """Writes the model as a file of `torch.export`, and checks it.
+
+        Args:
+            path: of the file.
+            signature: the model's inputs.
+            rows: arrays of the inputs; made up when omitted.
+            tolerance: as in `export`.
+
+        Raises:
+            ValueError: the model cannot be exported.
+        """
+        raise NotImplementedError
 
     def _write_onnx(
         self, path: Path, signature: Signature, opset: int | None
@@ -477,9 +530,57 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
         predict = predictor.with_output_kinds([one.kind for one in outputs], added).predict_batches
         return add_predictions(dataset, new, kinds, predict)
 
-    def _added_class_columns(self, dataset: DataFrame) -> AddedClassColumns | None:
-        """Returns the columns in Spark ML's manner, if any were asked for."""
+    def udf(self, output: str | None = None) -> Callable[..., Any]:
+        """Returns the model as a function of columns, for `select`, `withColumn` and `filter`.
+
+        The function takes the columns of the features, in the order of the estimator's
+        `feature_cols`; called without a column, it takes the columns with these names. It returns
+        the one column that `transform` would add, or a struct of all that it would add. An
+        array of doubles stands for a vector. There is no `labelIndexCol`, which needs the label.
+
+        Args:
+            output: the column of `transform` that the function returns, such as `y__output`;
+                without it, all of them.
+
+        Raises:
+            ValueError: there is no such column, the outputs of the model are not known, or it
+                predicts from whole rows.
+        """
+        from farandole.spark.common.model import column_function
+        from farandole.spark.job.session_adapter import SparkSessionAdapter
+
+        session = SparkSessionAdapter.from_active_session().session
+        names, function = column_function.create_column_function(self, session, output)
+        return column_function.default_to_columns(names, function)
+
+    def register(self, spark: SparkSession, name: str, output: str | None = None) -> None:
+        """Makes the model a function of SQL in a session: `SELECT name(a, b) FROM rows`.
+
+        Args:
+            spark: the session, classic or Connect.
+            name: of the function.
+            output: as for `udf`.
+
+        Raises:
+            ValueError: as `udf`.
+        """
+        from farandole.spark.common.model import column_function
+
+        argument_checks.check_nonempty_text("name", name)
+        spark.udf.register(name, column_function.create_column_function(self, spark, output)[1])
+
+    def _added_class_columns(
+        self, dataset: DataFrame, *, has_label: bool = True
+    ) -> AddedClassColumns | None:
+        """Returns the columns in Spark ML's manner, if any were asked for.
+
+        Args:
+            dataset: that will be transformed.
+            has_label: whether it may have the label; without it, there is no `labelIndexCol`.
+        """
         columns = self._requested_class_columns()
+        if not has_label:
+            columns.pop("labelIndexCol", None)
         if not columns:
             return None
         form, label = self._known_single_output_form(next(iter(columns))), self.getLabelColumns()[0]

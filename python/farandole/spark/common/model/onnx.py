@@ -48,7 +48,7 @@ _SYNTHETIC_LIST_LENGTH = 5
 _log = logging.getLogger("farandole")
 
 
-class OnnxMismatchError(ValueError):
+class ExportMismatchError(ValueError):
     """The exported model predicts something else."""
 
 
@@ -69,11 +69,6 @@ def require_exportable_signature(
         ValueError: the model has no signature, or ONNX or its runtime does not support the
             signature.
     """
-    known = model.getSignature()
-    if known is None:
-        raise ValueError(
-            "to_onnx needs the model's signature, which fit gives to it: setSignature sets it"
-        )
     packages = (*more, *ONNX_PACKAGES)
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
@@ -81,17 +76,37 @@ def require_exportable_signature(
             f'to_onnx needs the packages {", ".join(packages)}: pip install "farandole[{extras}]"',
             name=missing[0],
         )
+    known = require_signature(model, outputs)
+    for name, one in zip(signature_input_names(known), known, strict=True):
+        if one["dtype"] == "bfloat16":
+            raise ValueError(f"ONNX Runtime takes no bfloat16 input: {name}")
+    return known
+
+
+def require_signature(model: FarandoleModel, outputs: Sequence[str]) -> Any:
+    """Returns the signature of a model, of which an exporter can make inputs.
+
+    Args:
+        model: the fitted model.
+        outputs: names of its outputs.
+
+    Raises:
+        ValueError: the model has no signature, or it has names twice or nested tensors.
+    """
+    known = model.getSignature()
+    if known is None:
+        raise ValueError(
+            "an export needs the model's signature, which fit gives to it: setSignature sets it"
+        )
     every = [*signature_input_names(known), *outputs]
     twice = sorted({name for name in every if every.count(name) > 1})
     if twice:
         raise ValueError(
-            f"inputs and outputs of an ONNX model need different names: {', '.join(twice)}"
+            f"inputs and outputs of an exported model need different names: {', '.join(twice)}"
         )
     for name, one in zip(signature_input_names(known), known, strict=True):
-        if one["dtype"] == "bfloat16":
-            raise ValueError(f"ONNX Runtime takes no bfloat16 input: {name}")
         if one.get("nested"):
-            raise ValueError(f"ONNX has no nested tensors: {name}")
+            raise ValueError(f"an exported model has no nested tensors: {name}")
     return known
 
 
@@ -102,6 +117,20 @@ def signature_input_names(signature: Signature) -> list[str]:
         signature: signature of the model.
     """
     return ["_".join(one["columns"]) for one in signature]
+
+
+def collect_check_arrays(model: FarandoleModel, rows: DataFrame) -> list[Array]:
+    """Returns a model's inputs for the first rows of a DataFrame.
+
+    Args:
+        model: that will predict them.
+        rows: the DataFrame.
+
+    Raises:
+        ValueError: there is no row, or the model does not take the columns.
+    """
+    predictor = model._create_predictor(rows)
+    return predictor.batch_inputs(collect_check_rows(model, rows), model.getModel())
 
 
 def collect_check_rows(model: FarandoleModel, rows: DataFrame) -> pa.RecordBatch:
@@ -225,7 +254,7 @@ def check_onnx_predictions(
         tolerance: largest absolute and largest relative difference of an output.
 
     Raises:
-        OnnxMismatchError: the predictions differ.
+        ExportMismatchError: the predictions differ.
         ValueError: ONNX Runtime cannot run the file.
     """
     try:
@@ -235,13 +264,13 @@ def check_onnx_predictions(
         names = signature_input_names(signature)
         # without inputs that the model ignores
         taken = {one.name: one.shape for one in session.get_inputs()}
-        batch = _synthetic_batch(signature, names, taken) if rows is None else rows
+        batch = synthetic_batch(signature, names, taken) if rows is None else rows
         for part in (batch, [one[:1] for one in batch]):
             given = {name: one for name, one in zip(names, part, strict=True) if name in taken}
             found = cast("list[Array]", session.run(None, given))
             for output, mine, its in zip(session.get_outputs(), predict(part), found, strict=True):
-                _require_equal_onnx_output(output.name, mine, its, tolerance)
-    except OnnxMismatchError:
+                require_equal_output("ONNX model", output.name, mine, its, tolerance)
+    except ExportMismatchError:
         raise
     except Exception as error:
         raise ValueError(
@@ -264,25 +293,42 @@ def first_error_lines(error: BaseException) -> str:
     return " ".join(lines[:2]) or type(error).__name__
 
 
-def _require_equal_onnx_output(name: str, mine: Array, its: Array, tolerance: float) -> None:
+def require_equal_output(what: str, name: str, mine: Array, its: Array, tolerance: float) -> None:
+    """Refuses an exported model whose output differs from the model's.
+
+    Args:
+        what: the exported model, for the message.
+        name: of the output.
+        mine: output of the model.
+        its: output of the exported model.
+        tolerance: largest absolute and largest relative difference.
+
+    Raises:
+        ExportMismatchError: the outputs differ.
+    """
     if mine.shape != its.shape:
-        raise OnnxMismatchError(
-            f"the ONNX model gives another shape for {name}: {list(its.shape)}, the model "
+        raise ExportMismatchError(
+            f"the {what} gives another shape for {name}: {list(its.shape)}, the model "
             f"{list(mine.shape)}"
         )
     if not np.allclose(mine, its, rtol=tolerance, atol=tolerance, equal_nan=True):
         worst = float(np.nanmax(np.abs(mine.astype("float64") - its.astype("float64"))))
-        raise OnnxMismatchError(
-            f"the ONNX model does not predict what the model predicts: {name} differs by up to "
+        raise ExportMismatchError(
+            f"the {what} does not predict what the model predicts: {name} differs by up to "
             f"{worst:.3g}, tolerance {tolerance:g}; nothing was written"
         )
 
 
-def _synthetic_batch(
+def synthetic_batch(
     signature: Signature, names: Sequence[str], taken: Mapping[str, Sequence[Any]]
 ) -> list[Array]:
     """Returns made-up inputs with another number of rows than the traced ones, and with a different
     length for each length that can vary independently.
+
+    Args:
+        signature: signature of the model.
+        names: names of its inputs.
+        taken: shapes of the inputs that the exported model takes, with symbols for open sizes.
     """
     symbols: list[Any] = []
     batch: list[Array] = []

@@ -88,17 +88,17 @@ def detect_model_outputs(
         probe: yields one row of (size) per output, of the first batch with rows.
 
     Raises:
-        ValueError: there is no row.
+        ValueError: there is no row, or the rows are a stream.
     """
+    if dataset.isStreaming:
+        raise unknown_outputs_error("a stream has no row", labels)
     sizes = (
         rename_columns_to_numbers(dataset.limit(1))
         .mapInArrow(_as_plain_function(probe), "size int")
         .collect()
     )
     if not sizes:
-        raise ValueError(
-            "the outputs of the model are unknown, and the DataFrame has no row to determine them"
-        )
+        raise unknown_outputs_error("the DataFrame has no row", labels)
     schema = {field.name: field.dataType for field in dataset.schema.fields}
     return [
         ModelOutput(
@@ -106,6 +106,21 @@ def detect_model_outputs(
         )
         for label, row in zip(labels, sizes, strict=True)
     ]
+
+
+def unknown_outputs_error(reason: str, labels: Sequence[str]) -> ValueError:
+    """Returns the error for a model whose outputs are not known and cannot be found.
+
+    Args:
+        reason: why they cannot be found, as a clause that ends with a row.
+        labels: of the model.
+    """
+    each = asdict(ModelOutput(label_dtype="float32", label_is_vector=False, size=1))
+    return ValueError(
+        f"the outputs of the model are unknown, and {reason} to determine them: fit sets them; "
+        f"for a model made by hand, set its parameter outputs to one entry for each of the labels "
+        f"{', '.join(labels)}, such as model.setOutputs([{each}])"
+    )
 
 
 def add_predictions(

@@ -25,7 +25,7 @@ from farandole.runner.show.tensorboard_event_file import FILE_VERSION, encode_te
 from farandole.spark.common.runs.tracking import Tracker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from farandole.spark.common.runs.tracking import ModelExample
     from farandole.stores.remote_store import RemoteStore
@@ -106,9 +106,15 @@ class TensorboardTracker(Tracker):
             self._last_write_time = now
             self._writer.request_write()
 
-    def log_model(self, model: Any, flavor: str, example: ModelExample | None = None) -> None:
+    def log_model(
+        self,
+        model: Any,
+        flavor: str,
+        example: ModelExample | None = None,
+        params: Mapping[str, Any] | None = None,
+    ) -> None:
         """Like `Tracker.log_model`."""
-        del example
+        del example, params
         lines: list[str] = []
         if flavor == "keras":
             model.summary(print_fn=lambda line, **_: lines.append(line))

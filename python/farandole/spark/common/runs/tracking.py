@@ -9,8 +9,10 @@ model.
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import os
+import tempfile
 import time
 from abc import abstractmethod
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -29,6 +31,8 @@ _MAX_MLFLOW_VALUE_CHARACTERS = 500
 """Characters that MLflow takes of a parameter."""
 _MAX_MLFLOW_BATCH = 1000
 """Metrics that MLflow takes in one call."""
+MLFLOW_PARAMS_FILE = "farandole-model.json"
+"""File beside a logged model with the plain parameters of the fitted model."""
 MLFLOW_VERDICT_TAG = "farandole.verdict"
 """Tag of the limit of the run's speed."""
 _log = logging.getLogger("farandole")
@@ -66,13 +70,20 @@ class Tracker(AbstractContextManager["Tracker"]):
     def log_report(self, record: dict[str, Any]) -> None:
         """Takes a worker's report."""
 
-    def log_model(self, model: Any, flavor: str, example: ModelExample | None = None) -> None:
+    def log_model(
+        self,
+        model: Any,
+        flavor: str,
+        example: ModelExample | None = None,
+        params: Mapping[str, Any] | None = None,
+    ) -> None:
         """Takes the trained model.
 
         Args:
             model: model of its framework.
             flavor: MLflow's module for the model, such as `pytorch` or `keras`.
             example: some rows, if the model has one input.
+            params: plain parameters of the fitted model, by name.
         """
 
     def log_ranks(self, metrics: dict[str, float], sample: int) -> None:
@@ -129,11 +140,17 @@ class TrackerGroup(Tracker):
             with self._warn_of_failure(one, "metrics of an epoch"):
                 one.log_report(record)
 
-    def log_model(self, model: Any, flavor: str, example: ModelExample | None = None) -> None:
+    def log_model(
+        self,
+        model: Any,
+        flavor: str,
+        example: ModelExample | None = None,
+        params: Mapping[str, Any] | None = None,
+    ) -> None:
         """Like `Tracker.log_model`."""
         for one in self._trackers:
             with self._warn_of_failure(one, "the model"):
-                one.log_model(model, flavor, example)
+                one.log_model(model, flavor, example, params)
 
     def log_ranks(self, metrics: dict[str, float], sample: int) -> None:
         """Like `Tracker.log_ranks`."""
@@ -358,7 +375,13 @@ class MlflowTracker(_ServiceTracker):
     def _log_epoch(self, epoch: int, row: dict[str, float]) -> None:
         self._library.log_metrics(row, step=epoch)
 
-    def log_model(self, model: Any, flavor: str, example: ModelExample | None = None) -> None:
+    def log_model(
+        self,
+        model: Any,
+        flavor: str,
+        example: ModelExample | None = None,
+        params: Mapping[str, Any] | None = None,
+    ) -> None:
         """Like `Tracker.log_model`."""
         module = import_module(f"mlflow.{flavor}")
         log = module.log_model
@@ -374,7 +397,13 @@ class MlflowTracker(_ServiceTracker):
             if flavor == "keras" and "name" in known:
                 Model.log(None, _MlflowKerasFlavor(module), model=model, **options)
                 return
-        log(model, **options)
+        if params is None or "extra_files" not in known:
+            log(model, **options)
+            return
+        with tempfile.TemporaryDirectory(prefix="farandole-mlflow-") as directory:
+            path = Path(directory) / MLFLOW_PARAMS_FILE
+            path.write_text(json.dumps(params), "utf-8")
+            log(model, extra_files=[str(path)], **options)
 
 
 class _MlflowKerasFlavor:

@@ -60,7 +60,7 @@ def export_onnx(
     Raises:
         ValueError: the model cannot be exported.
     """
-    traced = _TracedTorchModel(deepcopy(model).cpu(), function, call).eval()
+    traced = TracedTorchModel(deepcopy(model).cpu(), function, call).eval()
     write_onnx(traced, signature, outputs, path, opset, name=type(model).__name__)
 
     def predict_arrays(batch: Sequence[Array]) -> list[Array]:
@@ -70,8 +70,14 @@ def export_onnx(
     return predict_arrays
 
 
-class _TracedTorchModel(torch.nn.Module):
-    """The model as `transform` calls it: outputs are a tuple, floats, one row of each per row."""
+class TracedTorchModel(torch.nn.Module):
+    """The model as `transform` calls it: outputs are a tuple, floats, one row of each per row.
+
+    Args:
+        model: a module on the CPU.
+        function: makes outputs of the model and its inputs; `None` calls the model.
+        call: the call of the model.
+    """
 
     def __init__(
         self, model: torch.nn.Module, function: Callable[..., Any] | None, call: ModelCall
@@ -80,6 +86,7 @@ class _TracedTorchModel(torch.nn.Module):
         self.model, self._function, self._model_call = model, function, call
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Returns the outputs."""
         own = self.model if self._function is None else partial(self._function, self.model)
         value = self._model_call.call_model(own, inputs)
         return tuple(one.float() for one in self._model_call.output_tensors(value))
@@ -107,14 +114,7 @@ def write_onnx(
     Raises:
         ValueError: the model cannot be exported.
     """
-    batch = tuple(torch.from_numpy(synthetic_input(one, _TRACED_ROWS)) for one in signature)
-    rows = torch.export.Dim("rows")
-    # Lengths of ragged inputs have no name in common: the exporter finds out which of them the
-    # model needs to be equal.
-    shapes = tuple(
-        {0: rows} | ({1: torch.export.Dim.DYNAMIC} if one.get("ragged") else {})
-        for one in signature
-    )
+    batch, shapes = traced_inputs(signature)
     options: dict[str, Any] = {} if opset is None else {"opset_version": opset}
     quiet = logging.getLogger("torch.onnx")
     level = quiet.level
@@ -141,6 +141,26 @@ def write_onnx(
         ) from error
     finally:
         quiet.setLevel(level)
+
+
+def traced_inputs(
+    signature: Sequence[Mapping[str, Any]],
+) -> tuple[tuple[torch.Tensor, ...], tuple[dict[int, Any], ...]]:
+    """Returns the inputs that an exporter traces a model with, and the sizes of each that stay
+    open.
+
+    Args:
+        signature: signature of the model.
+    """
+    batch = tuple(torch.from_numpy(synthetic_input(one, _TRACED_ROWS)) for one in signature)
+    rows = torch.export.Dim("rows")
+    # Lengths of ragged inputs have no name in common: the exporter finds out which of them the
+    # model needs to be equal.
+    shapes = tuple(
+        {0: rows} | ({1: torch.export.Dim.DYNAMIC} if one.get("ragged") else {})
+        for one in signature
+    )
+    return batch, shapes
 
 
 def _weight_bytes(model: torch.nn.Module) -> int:
