@@ -35,6 +35,11 @@ EXECUTED: Final[dict[tuple[str, str], dict[str, set[int]]]] = {
     ("docs/spark/keras.md", "python"): {"tests/spark/test_pages.py": {0}},
     ("docs/spark/plugin.md", "python"): {"tests/spark/test_pages.py": {0}},
     ("docs/spark/running.md", "python"): {"tests/spark/test_pages.py": {0}},
+    ("docs/spark/serving.md", "python"): {
+        "tests/spark/test_model_functions.py": {0, 1, 2, 5},
+        "tests/single/test_exported_program.py": {3},
+        "tests/single/test_mlflow_models.py": {4},
+    },
     ("docs/spark/torch.md", "python"): {"tests/spark/test_pages.py": {0}},
     ("docs/spark/transformers.md", "python"): {"tests/spark/test_text_estimators.py": {0, 2}},
     ("docs/start/index.md", "python"): {

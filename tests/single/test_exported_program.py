@@ -7,6 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tests.pages import blocks_of
 
 from farandole.spark.torch import TorchModel
 
@@ -53,9 +54,11 @@ def model_of(network, *signature, labels=("y",)):
 def test_an_exported_program_predicts_what_the_model_predicts(tmp_path):
     network = Network().eval()
     model = model_of(network, NUMBERS, WORD, labels=["y", "z"])
-    model.export(tmp_path / "model.pt2")
+    block = blocks_of("docs/spark/serving.md")[3]
+    names = {"model": model}
+    exec(block.text.replace('"model.pt2"', repr(str(tmp_path / "model.pt2"))), names)
     assert [one.name for one in tmp_path.iterdir()] == ["model.pt2"]
-    program = torch.export.load(tmp_path / "model.pt2").module()
+    program = names["program"]
     for rows in (1, 6):  # any number of rows
         given = torch.rand(rows, 2), torch.randint(5, (rows, 1))
         for found, expected in zip(program(*given), network(*given), strict=True):
@@ -88,7 +91,7 @@ def test_other_files_and_models_are_refused_by_name(tmp_path):
         model.export(tmp_path / "model.bin")
     with pytest.raises(ValueError, match=r"opset is for \.onnx"):
         model.export(tmp_path / "model.pt2", opset=18)
-    with pytest.raises(ValueError, match=r"torch\.export cannot export Linear: .*shape"):
+    with pytest.raises(ValueError, match=r"torch\.export cannot export Linear: "):
         model_of(torch.nn.Linear(3, 1), NUMBERS).export(tmp_path / "model.pt2")
     without = TorchModel(model=Network(), feature_columns=["a"], label_columns=["y"])
     with pytest.raises(ValueError, match="needs the model's signature"):

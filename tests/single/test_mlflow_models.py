@@ -9,6 +9,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from tests.pages import blocks_of
 from tests.single.training import estimator, write
 
 from farandole.spark.common.runs.tracking import MLFLOW_PARAMS_FILE
@@ -76,7 +77,9 @@ def logged_uri(mlflow):
 def test_a_model_comes_back_from_mlflow_with_its_parameters(mlflow, tmp_path):
     fitted = fit_words(tmp_path)
     uri = logged_uri(mlflow)
-    loaded = TorchModel.from_mlflow(uri)
+    names = {"uri": uri}
+    exec(blocks_of("docs/spark/serving.md")[4].text, names)
+    loaded = names["again"]
     for read in (
         TorchModel.getFeatureColumns,
         TorchModel.getLabelColumns,

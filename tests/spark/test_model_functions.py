@@ -11,8 +11,11 @@ import keras
 import numpy as np
 import pytest
 import torch
+from pyspark.ml import PipelineModel
+from pyspark.ml.feature import VectorAssembler
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import functions as sf
+from tests.pages import blocks_of
 
 from farandole.spark.common.model.column_function import (
     ColumnPrediction,
@@ -173,28 +176,69 @@ def test_a_wrong_call_names_the_columns(spark, frame):
         number_model(OfRows).udf()
 
 
-def test_a_stream_is_transformed(spark, frame, tmp_path):
-    frame.select("a", "b").write.parquet(str(tmp_path / "rows"))
-    stream = spark.readStream.schema("a double, b double").parquet(str(tmp_path / "rows"))
-    model = number_model()
-    predicted = model.transform(stream).withColumn("again", model.udf()("a", "b"))
-    assert predicted.isStreaming
-    query = (
-        predicted.writeStream.format("memory")
-        .queryName("predictions")
-        .trigger(availableNow=True)
-        .start()
-    )
+def test_the_examples_of_the_page_predict_columns_and_streams(spark, frame, tmp_path):
+    blocks = [block.text for block in blocks_of("docs/spark/serving.md")]
+    frame.select("a", "b").write.parquet(str(tmp_path / "incoming"))
+    names = {
+        "model": number_model(),
+        "network": sum_network(),
+        "TorchModel": TorchModel,
+        "spark": spark,
+        "df": frame,
+    }
+    exec(blocks[0], names)
+    for found in (names["predicted"], names["answers"]):
+        assert found.columns == ["a", "prediction"]
+        assert [row.prediction for row in found.collect()] == [n * 3.5 for n in range(20)]
+    exec(blocks[1].replace('"/data/', f'"{tmp_path}/'), names)
     try:
-        assert query.awaitTermination(120)
+        assert names["query"].awaitTermination(300)
     finally:
-        query.stop()
-    rows = spark.table("predictions").collect()
-    assert len(rows) == 20
-    for row in rows:
-        assert row.y__output == row.again == pytest.approx(row.a + 10 * row.b)
+        names["query"].stop()
+    rows = spark.read.parquet(str(tmp_path / "predicted")).collect()
+    assert sorted(row.y__output for row in rows) == [n * 3.5 for n in range(20)]
+    stream = spark.readStream.schema("a double, b double").parquet(str(tmp_path / "incoming"))
+    unknown = number_model(outputs=None)
     with pytest.raises(ValueError, match=r"a stream has no row to determine them.*setOutputs"):
-        number_model(outputs=None).transform(stream)
+        unknown.transform(stream)
+    exec(blocks[2], names)
+    assert names["by_hand"].setVerbose(0).transform(stream).isStreaming
+
+
+def test_mlflow_logs_and_loads_a_pipeline(frame, tmp_path, monkeypatch):
+    import mlflow
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri(f"file://{tmp_path}/mlruns")
+    assembler = VectorAssembler(inputCols=["a", "b"], outputCol="both")
+    pipeline = PipelineModel([assembler, class_model(feature_columns=["both"])])
+    names = {"pipeline": pipeline}
+    with mlflow.start_run():
+        exec(blocks_of("docs/spark/serving.md")[5].text, names)
+    again = names["again"]
+    assert again.stages[1].getClasses() == ["x", "y", "z"]
+    found = again.transform(frame.limit(3)).collect()
+    assert [row.y__output.toArray().tolist() for row in found] == [
+        [3.5 * n, 7.0 * n, 10.5 * n] for n in range(3)
+    ]
+
+
+def test_workers_map_the_weights_of_a_large_model(spark, frame):
+    torch.manual_seed(0)
+    large = torch.nn.Sequential(torch.nn.Linear(2, 1500), torch.nn.Linear(1500, 1500))
+    model = number_model(network=large, outputs=[CLASSES | {"size": 1500}])
+    rows = model.transform(frame.limit(2)).select("a", "b", "y__output").collect()
+    for row in rows:
+        expected = large(torch.tensor([row.a, row.b], dtype=torch.float32)).detach().numpy()
+        np.testing.assert_allclose(row.y__output.toArray(), expected, rtol=1e-4, atol=1e-5)
+
+    def mapped_files(_):
+        with open("/proc/self/maps") as lines:
+            yield {line.split()[5] for line in lines if "farandole-bytes" in line}
+
+    found = spark.sparkContext.parallelize(range(4), 4).mapPartitions(mapped_files).collect()
+    assert any(found)  # a worker that has predicted is used again
 
 
 def test_a_keras_model_is_no_program_of_torch(tmp_path):
