@@ -11,11 +11,16 @@ import os
 import subprocess
 import sys
 
+import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from tests.programs import program_path
 
+from farandole.spark.common.model import predictor as predictor_module
 from farandole.spark.job import host_memory_files
+from farandole.spark.torch.columns.model_calls import ModelCall
+from farandole.spark.torch.predict import TorchPredictor
 from farandole.spark.torch.saving import host_weights
 from farandole.spark.torch.saving.host_weights import HostWeights, load_module, pack_module
 
@@ -34,6 +39,11 @@ def large_network(layers=1, seed=0):
 def sent_weights(packed):
     """The weights as a small session sends them."""
     return HostWeights(hashlib.sha256(packed.weights).hexdigest(), packed.weights)
+
+
+def packed_name(packed):
+    """The name of the file of the weights."""
+    return f"farandole-bytes-{hashlib.sha256(packed.weights).hexdigest()}"
 
 
 def mapped_names():
@@ -92,7 +102,7 @@ def test_the_memory_is_free_after_all_workers_were_killed(tmp_path):
     packed = pack_module(large_network(seed=1))
     (tmp_path / "module").write_bytes(packed.module)
     (tmp_path / "weights").write_bytes(packed.weights)
-    name = f"farandole-bytes-{hashlib.sha256(packed.weights).hexdigest()}"
+    name = packed_name(packed)
     with run_workers(2, tmp_path) as workers:
         for worker in workers:
             assert worker.stdout.readline() == "loaded\n"
@@ -145,6 +155,41 @@ def test_weights_in_bfloat16_take_half_and_predict_nearly_the_same():
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
         found = restored(torch.ones(2, 1600)).float()
     torch.testing.assert_close(found, network(torch.ones(2, 1600)), rtol=0.05, atol=0.05)
+
+
+def test_a_predictor_computes_in_bfloat16_with_shared_weights():
+    network = large_network(seed=3)
+    packed = pack_module(network, in_bfloat16=True)
+    seen = []
+
+    def predict(module, x):
+        found = module(x)
+        seen.append(found.dtype)
+        return found
+
+    predictor = TorchPredictor(
+        model=packed.module,
+        weights=sent_weights(packed),
+        precision="bf16",
+        columns=("x",),
+        groups=(("x",),),
+        labels=("y",),
+        batch_size=2,
+        shapes=None,
+        dtypes=None,
+        call=ModelCall(arguments=((),), labels=("y",)),
+        use_gpu=False,
+        function=predict,
+    )
+    values = np.random.default_rng(0).random((3, 1600), np.float32)
+    column = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), 1600)
+    (found,) = predictor.predict_outputs(pa.RecordBatch.from_arrays([column], names=["column0"]))
+    assert seen == [torch.bfloat16] * 2
+    assert found.dtype == np.float32
+    expected = network(torch.from_numpy(values)).detach().numpy()
+    np.testing.assert_allclose(found, expected, atol=0.02)
+    assert any(packed_name(packed) in name for name in mapped_names())
+    predictor_module._MODEL_CACHE.clear()
 
 
 @pytest.mark.parametrize("kind", ["small", "sparse", "subclass"])

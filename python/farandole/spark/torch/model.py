@@ -88,11 +88,6 @@ class TorchModel(ParamsWritable, FarandoleModel, MLReadable["TorchModel"]):
         argument_checks.make_choice_check("fp32", "bf16"),
         default="fp32",
     )
-    compile: Parameter[bool] = Parameter(
-        "Whether `torch.compile` compiles the module in the workers that predict.",
-        argument_checks.check_boolean_flag,
-        default=False,
-    )
 
     _writer_class = TorchModelWriter
     _framework = "torch"
@@ -209,7 +204,6 @@ class TorchModel(ParamsWritable, FarandoleModel, MLReadable["TorchModel"]):
             **self._predictor_arguments(dataset, packed.module),
             weights=send_weights(dataset.sparkSession, packed.weights),
             precision=self.getPrecision(),
-            compile=self.getCompile(),
             shapes=self.getInputShapes(),
             dtypes=self.getInputDtypes(),
             call=self._model_call(),

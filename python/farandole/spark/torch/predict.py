@@ -44,7 +44,6 @@ class TorchPredictor(BatchPredictor):
     """The weights, if they are sent apart from the model."""
     precision: str = "fp32"
     """`fp32`, or `bf16` for autocast."""
-    compile: bool = False
     schema: StructType | None = None
     """The columns of the rows that `row_function` gets."""
 
@@ -52,16 +51,13 @@ class TorchPredictor(BatchPredictor):
     def model_key(self) -> str:
         """Like `BatchPredictor.model_key`, with the weights and the device of the task."""
         weights = "" if self.weights is None else self.weights.digest
-        return f"{super().model_key} {weights} {self._task_device()} {self.compile}"
+        return f"{super().model_key} {weights} {self._task_device()}"
 
     def load_model(self) -> torch.nn.Module:
         """Like `BatchPredictor.load_model`; the model is on the task's device."""
         from farandole.spark.torch.saving import host_weights
 
-        loaded = host_weights.load_module(self.model, self.weights).eval().to(self._task_device())
-        if self.compile:
-            loaded.compile(dynamic=True)
-        return loaded
+        return host_weights.load_module(self.model, self.weights).eval().to(self._task_device())
 
     def _task_device(self) -> str:
         """Returns the device of this task: the GPU that Spark assigned, or with `use_gpu` a
