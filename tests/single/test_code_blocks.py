@@ -38,7 +38,7 @@ EXECUTED: Final[dict[tuple[str, str], dict[str, set[int]]]] = {
     ("docs/spark/serving.md", "python"): {
         "tests/spark/test_model_functions.py": {0, 1, 2, 5},
         "tests/single/test_exported_program.py": {3},
-        "tests/single/test_mlflow_models.py": {4},
+        "tests/single/test_models_from_mlflow.py": {4},
     },
     ("docs/spark/torch.md", "python"): {"tests/spark/test_pages.py": {0}},
     ("docs/spark/transformers.md", "python"): {"tests/spark/test_text_estimators.py": {0, 2}},

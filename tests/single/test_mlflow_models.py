@@ -1,131 +1,82 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A model that an estimator has logged to MLflow comes back with all that predictions need."""
+"""A model that a fit has logged to MLflow loads, and predicts the same, in a process that has no
+Farandole.
+"""
 
 from __future__ import annotations
 
-import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
-import torch
-from tests.pages import blocks_of
-from tests.single.training import estimator, write
+from tests.programs import program_path
+from tests.single.training import Here, estimator, line, linear, write
 
-from farandole.spark.common.runs.tracking import MLFLOW_PARAMS_FILE
-from farandole.spark.lightning import TorchModel as LightningModel
-from farandole.spark.torch import TorchModel
-from farandole.stores.pickle_policy import PickleNotAllowedError
-from farandole.stores.small_files import DamagedFileError
+from farandole.spark.common import LocalStore
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+LOADING = program_path(__file__, "predict_without_farandole")
 
 
-@pytest.fixture
-def mlflow(tmp_path, monkeypatch):
-    """MLflow with files of its own."""
-    import mlflow
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    mlflow.set_tracking_uri(f"file://{tmp_path}/mlruns")
-    mlflow.set_experiment("farandole")
-    return mlflow
+def torch_model(directory):
+    fitted = estimator(directory, linear(), epochs=1, mlflow=True, run_id="logged").fit_on_parquet()
+    return fitted.getModel(), lambda network, rows: network(torch_of(rows)).detach().numpy()
 
 
-class Network(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = torch.nn.Embedding(5, 2)
-        self.head = torch.nn.Linear(3, 2)
+def torch_of(rows):
+    import torch
 
-    def forward(self, a, word):
-        return self.head(torch.cat([a, self.table(word[:, 0])], 1))
+    return torch.from_numpy(rows)
 
 
-def fit_words(home):
-    """A classifier of a number, which may be missing, and a word."""
-    data = home / "data"
-    write(
-        data,
-        a=np.array([0.5, np.nan, 2.5, 4.0] * 8, np.float32),
-        word=np.array(["red", "green", "blue", "red"] * 8, dtype=object),
-        y=np.array(["no", "yes", "no", "yes"] * 8, dtype=object),
+def keras_model(directory):
+    import keras
+
+    from farandole.spark.keras import KerasEstimator
+
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [keras.Input((2,)), keras.layers.Dense(3, activation="relu"), keras.layers.Dense(1)]
     )
-    fitting = estimator(
-        home / "store",
-        Network(),
-        loss=torch.nn.CrossEntropyLoss(),
-        feature_cols=["a", "word"],
-        categories=["word", "y"],
-        fill={"a": "mean"},
-        thresholds=[0.7, 0.3],
-        predictedLabelCol="answer",
-        epochs=1,
-        mlflow=True,
+    fitted = KerasEstimator(
+        model=model, optimizer=keras.optimizers.SGD(0.05), loss="mse", feature_cols=["x"],
+        label_cols=["y"],
+        batch_size=8, epochs=1, verbose=0, random_seed=1, store=LocalStore(str(directory)),
+        backend=Here(),
+        mlflow=True, run_id="logged",
+    ).fit_on_parquet()  # fmt: skip
+    return fitted.getModel(), lambda network, rows: keras.ops.convert_to_numpy(network(rows))
+
+
+@pytest.mark.parametrize(("flavor", "fit"), [("pytorch", torch_model), ("keras", keras_model)])
+def test_a_logged_model_predicts_the_same_without_farandole(tmp_path, monkeypatch, flavor, fit):
+    mlflow = pytest.importorskip("mlflow")
+    # it loads the model once more, to list packages
+    monkeypatch.setenv("MLFLOW_REQUIREMENTS_INFERENCE_TIMEOUT", "1")
+    pytest.importorskip(f"mlflow.{flavor}")
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    mlflow.create_experiment("runs", artifact_location=str(tmp_path / "artifacts"))
+    mlflow.set_experiment("runs")
+    x, y = line()
+    write(tmp_path / "data" / "intermediate_train_data", x=x, y=y)
+    network, predict = fit(tmp_path / "data")
+    (model,) = mlflow.search_logged_models(output_format="list")
+    rows, found = tmp_path / "rows.npy", tmp_path / "found.npy"
+    np.save(rows, x[:5])
+    command = [
+        sys.executable,
+        LOADING,
+        flavor,
+        model.artifact_location,
+        str(rows),
+        str(found),
+    ]
+    done = subprocess.run(
+        command, env=dict(os.environ), capture_output=True, text=True, timeout=200, check=False
     )
-    return fitting.fit_on_parquet(path=str(data))
-
-
-def logged_uri(mlflow):
-    client = mlflow.MlflowClient()
-    (run,) = mlflow.search_runs(output_format="list")
-    (logged,) = client.search_logged_models([run.info.experiment_id])
-    return logged.model_uri
-
-
-def test_a_model_comes_back_from_mlflow_with_its_parameters(mlflow, tmp_path):
-    fitted = fit_words(tmp_path)
-    uri = logged_uri(mlflow)
-    names = {"uri": uri}
-    exec(blocks_of("docs/spark/serving.md")[4].text, names)
-    loaded = names["again"]
-    for read in (
-        TorchModel.getFeatureColumns,
-        TorchModel.getLabelColumns,
-        TorchModel.getCategories,
-        TorchModel.getFill,
-        TorchModel.getLearned,
-        TorchModel.getSignature,
-        TorchModel.getThresholds,
-        TorchModel.getClasses,
-        TorchModel.getPredictedLabelCol,
-        TorchModel.getOutputForm,
-        TorchModel.getInputDtypes,
-        TorchModel.getRunId,
-    ):
-        assert read(loaded) == read(fitted), read.__name__
-    assert loaded.getCategories()["word"] == ["blue", "green", "red"]
-    assert loaded.getThresholds() == [0.7, 0.3]
-    assert loaded.getOrDefault("outputs") == fitted.getOrDefault("outputs")
-    assert loaded.explain() == fitted.explain()
-    given = torch.ones(2, 1), torch.ones(2, 1, dtype=torch.int64)
-    torch.testing.assert_close(loaded.getModel()(*given), fitted.getModel().eval()(*given))
-    assert isinstance(LightningModel.from_mlflow(uri), LightningModel)
-    with pytest.raises(PickleNotAllowedError):
-        TorchModel.from_mlflow(uri, allow_pickle=False)
-
-
-def test_a_model_that_something_else_has_logged_is_refused(mlflow):
-    import mlflow.pytorch as flavor
-
-    with mlflow.start_run():
-        plain = flavor.log_model(torch.nn.Linear(2, 1), name="plain", serialization_format="pickle")
-    with pytest.raises(ValueError, match=rf"has no file {MLFLOW_PARAMS_FILE}.*pytorch\.load_model"):
-        TorchModel.from_mlflow(plain.model_uri)
-
-
-def test_a_damaged_file_of_parameters_is_named_before_code_runs(mlflow, tmp_path, monkeypatch):
-    import mlflow.pytorch as flavor
-
-    (tmp_path / MLFLOW_PARAMS_FILE).write_text(json.dumps({"thresholds": "no numbers"}))
-    with mlflow.start_run():
-        logged = flavor.log_model(
-            torch.nn.Linear(2, 1),
-            name="damaged",
-            serialization_format="pickle",
-            extra_files=[str(tmp_path / MLFLOW_PARAMS_FILE)],
-        )
-    monkeypatch.setattr(flavor, "load_model", None)
-    with pytest.raises(DamagedFileError, match=MLFLOW_PARAMS_FILE):
-        TorchModel.from_mlflow(logged.model_uri)
+    assert done.returncode == 0, done.stderr
+    np.testing.assert_allclose(np.load(found), predict(network, x[:5]), rtol=1e-6)
