@@ -28,6 +28,8 @@ def mlflow(tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    # it loads the model once more, to list packages
+    monkeypatch.setenv("MLFLOW_REQUIREMENTS_INFERENCE_TIMEOUT", "1")
     mlflow.set_tracking_uri(f"file://{tmp_path}/mlruns")
     mlflow.set_experiment("farandole")
     return mlflow
