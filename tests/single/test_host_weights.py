@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 import os
+import pickle
 import subprocess
 import sys
 
@@ -15,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from pyspark import Broadcast
 from tests.programs import program_path
 
 from farandole.spark.common.model import predictor as predictor_module
@@ -144,6 +146,16 @@ def test_a_module_is_restored_with_its_shared_and_other_tensors():
     descriptors = len(os.listdir("/proc/self/fd"))
     del restored, again
     assert len(os.listdir("/proc/self/fd")) == descriptors - 2
+
+
+def test_a_broadcast_variable_is_read_in_a_task_and_not_kept(tmp_path):
+    with (tmp_path / "broadcast").open("wb") as file:
+        pickle.dump(b"weights", file)
+    variable = Broadcast(path=str(tmp_path / "broadcast"))  # as Spark makes it in a task
+    sent = HostWeights("digest", variable)
+    assert sent.read_content() == b"weights"
+    assert "_value" not in vars(variable)
+    assert sent.read_content() == b"weights"
 
 
 def test_weights_in_bfloat16_take_half_and_predict_nearly_the_same():

@@ -345,8 +345,7 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
 
         Raises:
             ImportError: as `to_onnx`.
-            ValueError: the ending is unknown, the model cannot be exported, or the exported one
-                predicts something else.
+            ValueError: an unknown ending, or as `to_onnx`.
         """
         from farandole.spark.common.model import onnx
 
@@ -543,8 +542,7 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
                 without it, all of them.
 
         Raises:
-            ValueError: there is no such column, the outputs of the model are not known, or it
-                predicts from whole rows.
+            ValueError: no such column, unknown outputs, or a prediction from whole rows.
         """
         from farandole.spark.common.model import column_function
         from farandole.spark.job.session_adapter import SparkSessionAdapter
