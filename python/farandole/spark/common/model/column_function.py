@@ -215,7 +215,8 @@ def make_pandas_function(
         "columns": pd.Series,
         "return": pd.DataFrame if is_struct else pd.Series,
     }
-    return functions.pandas_udf(predict_series, result)
+    pandas_udf: Any = functions.pandas_udf
+    return pandas_udf(predict_series, result)
 
 
 def _series_as_array(series: Any) -> pa.Array:

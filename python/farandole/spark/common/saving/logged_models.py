@@ -71,13 +71,13 @@ def load_from_mlflow(kind: type[Params], uri: str, *, allowed: bool | None) -> A
         ValueError: Farandole has not logged the model, or its file is damaged.
     """
     try:
-        import mlflow
+        from mlflow.artifacts import download_artifacts
         from mlflow.pytorch import load_model
     except ModuleNotFoundError as error:
         raise ImportError(
             "from_mlflow needs MLflow, which is not installed: pip install mlflow", name=error.name
         ) from error
-    directory = Path(mlflow.artifacts.download_artifacts(uri))
+    directory = Path(download_artifacts(uri))
     found = next(iter(sorted(directory.rglob(MLFLOW_PARAMS_FILE))), None)
     if found is None:
         raise ValueError(
