@@ -60,7 +60,7 @@ def _find_open_file(name: str) -> int | None:
     """Opens the file that another process of this user, or this process, has open.
 
     Args:
-        name: of the file.
+        name: name of the file.
     """
     own, wanted = os.getuid(), f"/memfd:{name} (deleted)"
     for process in Path("/proc").iterdir():
@@ -96,10 +96,10 @@ def _is_sealed(descriptor: int) -> bool:
 
 
 def _create_sealed_file(name: str, content: bytes) -> int:
-    """Returns a new file with a content that nobody can change.
+    """Returns a new file with a content that no process can change.
 
     Args:
-        name: of the file, for `/proc`.
+        name: name of the file, for `/proc`.
         content: the content.
     """
     import fcntl  # noqa: PLC0415 - only on Linux
