@@ -9,8 +9,10 @@ import hashlib
 import json
 import os
 import pickle
+import socket
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pyarrow as pa
@@ -104,16 +106,47 @@ def test_the_memory_is_free_after_all_workers_were_killed(tmp_path):
     packed = pack_module(large_network(seed=1))
     (tmp_path / "module").write_bytes(packed.module)
     (tmp_path / "weights").write_bytes(packed.weights)
-    name = packed_name(packed)
+    digest = hashlib.sha256(packed.weights).hexdigest()
     with run_workers(2, tmp_path) as workers:
         for worker in workers:
             assert worker.stdout.readline() == "loaded\n"
-        found = host_memory_files._find_open_file(name)
+        found = host_memory_files._find_open_file(digest)
         assert found is not None
         with pytest.raises(OSError, match=r"not permitted|denied"):
             os.open(f"/proc/self/fd/{found}", os.O_WRONLY | os.O_TRUNC)
         os.close(found)
-    assert host_memory_files._find_open_file(name) is None
+    assert host_memory_files._find_open_file(digest) is None
+
+
+def test_a_planted_file_with_other_bytes_is_passed_over(monkeypatch):
+    digest = hashlib.sha256(b"genuine").hexdigest()
+    genuine_digest = hashlib.sha256
+    monkeypatch.setattr(hashlib, "sha256", lambda _: genuine_digest(b"genuine"))
+    planted = host_memory_files._create_sealed_file(digest, b"planted")
+    monkeypatch.undo()
+    opened = host_memory_files.open_host_memory_file(digest, lambda: b"genuine")
+    try:
+        assert os.read(opened, 20) == b"genuine"
+    finally:
+        os.close(opened)
+    with pytest.raises(ValueError, match=f"7 bytes arrived damaged: their SHA-256 is not {digest}"):
+        host_memory_files.open_host_memory_file(digest, lambda: b"damaged")
+    os.close(planted)
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_a_lock_of_another_user_is_not_waited_for(monkeypatch, is_silent):
+    digest = hashlib.sha256(b"awaited").hexdigest()
+    monkeypatch.setattr(host_memory_files, "_MAX_SILENT_LOCK_SECONDS", 0.2)
+    with socket.socket(socket.AF_UNIX) as lock:
+        lock.bind(f"\0farandole-bytes-{digest}-{os.getuid()}")
+        if not is_silent:
+            lock.listen()
+            assert host_memory_files._lock_holder_uid(lock.getsockname().decode()) == os.getuid()
+            monkeypatch.setattr(host_memory_files, "_lock_holder_uid", lambda _: os.getuid() + 1)
+        begin = time.monotonic()
+        os.close(host_memory_files.open_host_memory_file(digest, lambda: b"awaited"))
+    assert time.monotonic() - begin < host_memory_files.MAX_CREATION_WAIT_SECONDS / 10
 
 
 def test_a_module_is_restored_with_its_shared_and_other_tensors():

@@ -131,3 +131,10 @@ def test_a_damaged_file_of_parameters_is_named_before_code_runs(mlflow, tmp_path
     monkeypatch.setattr(flavor, "load_model", None)
     with pytest.raises(DamagedFileError, match=MLFLOW_PARAMS_FILE):
         TorchModel.from_mlflow(logged.model_uri)
+
+
+def test_a_model_of_text_names_the_way_that_keeps_its_tokenizer():
+    from farandole.spark.transformers.model import TextModel
+
+    with pytest.raises(ValueError, match=r"m-1 has no tokenizer.*TextModel\.load\(path\)"):
+        TextModel.from_mlflow("models:/m-1")

@@ -358,20 +358,23 @@ class FarandoleEstimator(ClassificationParams, EstimatorHooks, Estimator[Any]):
             if (verdict := run_verdict(job)) is not None:
                 tracker.log_verdict(verdict)
             model = plan.load_result(trained)
-            fitted = self.get_model_class()(
-                **plan.create_model_kwargs(model, trained.history, job.run_id, metadata)
-            )
-            if isinstance(fitted, FarandoleModel):  # a subclass may return a class of any kind
-                own = {
-                    "signature": input_signature(plan.inputs),
-                    "paths": job.file_paths(),
-                    "outputs": plan.outputs,
-                    **self._inherited_params(prepared),
-                    **plan.model_params,
-                }
-                fitted.set_unset_params(own)
-            params = collect_plain_params(fitted)
-            tracker.log_model(model, self._flavor, plan.create_example(model), params)
+            params = None
+            try:
+                fitted = self.get_model_class()(
+                    **plan.create_model_kwargs(model, trained.history, job.run_id, metadata)
+                )
+                if isinstance(fitted, FarandoleModel):  # a subclass may return any other class
+                    own = {
+                        "signature": input_signature(plan.inputs),
+                        "paths": job.file_paths(),
+                        "outputs": plan.outputs,
+                        **self._inherited_params(prepared),
+                        **plan.model_params,
+                    }
+                    fitted.set_unset_params(own)
+                params = collect_plain_params(fitted)
+            finally:  # services get the trained model, even if its class refuses to hold it
+                tracker.log_model(model, self._flavor, plan.create_example(model), params)
         return fitted
 
     def _create_framework_job(self, prepared: Prepared, backend: Backend) -> FrameworkTrainingJob:

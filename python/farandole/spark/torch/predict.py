@@ -77,13 +77,19 @@ class TorchPredictor(BatchPredictor):
         return "cpu" if choice is None else f"cuda:{choice.index}"
 
     @contextlib.contextmanager
-    def _inference_mode(self, device: str) -> Iterator[None]:
+    def _inference_mode(self, model: torch.nn.Module) -> Iterator[None]:
         """Predicts without gradients, and in the precision of the model."""
         import torch
 
-        half = self.precision == "bf16"
-        with torch.inference_mode(), torch.autocast(device, torch.bfloat16, enabled=half):
+        kind, half = self._model_device(model).type, self.precision == "bf16"
+        with torch.inference_mode(), torch.autocast(kind, torch.bfloat16, enabled=half):
             yield
+
+    @staticmethod
+    def _model_device(model: torch.nn.Module) -> torch.device:
+        import torch
+
+        return next((one.device for one in model.parameters()), torch.device("cpu"))
 
     def predict_outputs(self, batch: pa.RecordBatch) -> list[npt.NDArray[Any]]:
         """Like `BatchPredictor.predict_outputs`; row by row, if there is a function of rows."""
@@ -92,7 +98,7 @@ class TorchPredictor(BatchPredictor):
         from farandole.spark.common.model.spark_rows import spark_rows
 
         model = self._find_model()
-        with self._inference_mode("cpu"):
+        with self._inference_mode(model):
             rows = [
                 [
                     output.detach().float().cpu().numpy().reshape(-1)
@@ -138,13 +144,11 @@ class TorchPredictor(BatchPredictor):
         self, model: Any, columns: dict[str, npt.NDArray[Any]], rows: int
     ) -> list[npt.NDArray[Any]]:
         """Like `BatchPredictor.call_model`."""
-        import torch
-
         from farandole.spark.torch.model_trial import misfit_message
 
-        device = next((one.device for one in model.parameters()), torch.device("cpu"))
+        device = self._model_device(model)
         inputs = [one.to(device) for one in self.create_inputs(columns, rows, model)]
-        with self._inference_mode(device.type):
+        with self._inference_mode(model):
             try:
                 own = model if self.function is None else partial(self.function, model)
                 value = self.call.call_model(own, inputs)

@@ -238,6 +238,23 @@ class TextModel(TextColumnParams, TorchModel):
         """
         self.to_onnx()
 
+    @classmethod
+    def from_mlflow(cls, uri: str, *, allow_pickle: bool | None = None) -> Self:
+        """Raises an error, because MLflow has no tokenizer of the model.
+
+        Args:
+            uri: of the model in MLflow.
+            allow_pickle: as for other models.
+
+        Raises:
+            ValueError: always; the message says what to do.
+        """
+        del allow_pickle
+        raise ValueError(
+            f"{uri} has no tokenizer: save a model of text with write().save(path), and load it "
+            f"with {cls.__name__}.load(path)"
+        )
+
 
 class TextClassifierModel(TextModel):
     """A fitted `TextClassifier`: `transform` adds logits, probabilities and names of classes."""

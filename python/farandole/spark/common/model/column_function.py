@@ -117,6 +117,11 @@ def create_column_function(
     given: Any = FunctionColumns(columns, session)
     added = model._added_class_columns(given, has_label=False)
     new = [*names, *([] if added is None else added.column_names)]
+    if len(names) != len(labels) or len(set(new)) != len(new):
+        raise ValueError(
+            f"the columns of the labels {', '.join(labels)} need one name each, and different "
+            f"ones: {', '.join(new)}"
+        )
     if output is not None and output not in new:
         raise ValueError(f"the model has no output column {output!r}: {', '.join(new)}")
     predictor = model._create_predictor(given)
@@ -221,7 +226,7 @@ def make_pandas_function(
 
 def _series_as_array(series: Any) -> pa.Array:
     """Returns a column of pandas as Arrow's array; vectors are lists of their elements."""
-    if len(series) and hasattr(series.iloc[0], "toArray"):
+    if any(hasattr(one, "toArray") for one in series.dropna().head(1)):
         return pa.array([None if one is None else one.toArray() for one in series])
     return pa.Array.from_pandas(series)
 
