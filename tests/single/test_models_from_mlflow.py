@@ -13,6 +13,7 @@ from tests.pages import blocks_of
 from tests.single.training import estimator, write
 
 from farandole.spark.common.runs.tracking import MLFLOW_PARAMS_FILE
+from farandole.spark.common.saving.logged_models import collect_plain_params
 from farandole.spark.lightning import TorchModel as LightningModel
 from farandole.spark.torch import TorchModel
 from farandole.stores.pickle_policy import PickleNotAllowedError
@@ -131,6 +132,19 @@ def test_a_damaged_file_of_parameters_is_named_before_code_runs(mlflow, tmp_path
     monkeypatch.setattr(flavor, "load_model", None)
     with pytest.raises(DamagedFileError, match=MLFLOW_PARAMS_FILE):
         TorchModel.from_mlflow(logged.model_uri)
+
+
+def test_parameters_with_tuples_come_back_as_lists():
+    model = TorchModel(
+        model=torch.nn.Linear(2, 1),
+        feature_columns=["a"],
+        label_columns=["y"],
+        input_shapes=[(-1, 2)],
+        transformation_fn=len,
+    )
+    params = json.loads(json.dumps(collect_plain_params(model)))
+    assert params["input_shapes"] == [[-1, 2]]
+    assert not {"model", "transformation_fn"} & params.keys()
 
 
 def test_a_model_of_text_names_the_way_that_keeps_its_tokenizer():

@@ -225,7 +225,21 @@ def make_pandas_function(
 
 
 def _series_as_array(series: Any) -> pa.Array:
-    """Returns a column of pandas as Arrow's array; vectors are lists of their elements."""
+    """Returns a column of pandas as Arrow's array.
+
+    Spark's vectors are a frame with a column for each field of their struct, or a series of
+    objects, which become lists of their elements.
+    """
+    if hasattr(series, "columns"):
+        from farandole.spark.common.model.arrow_arrays import VECTOR_TYPE
+
+        fields = [
+            pa.array(series[field.name], type=field.type, from_pandas=True) for field in VECTOR_TYPE
+        ]
+        is_null = pa.array(series["type"].isna())
+        return pa.StructArray.from_arrays(
+            fields, names=[field.name for field in VECTOR_TYPE], mask=is_null
+        )
     if any(hasattr(one, "toArray") for one in series.dropna().head(1)):
         return pa.array([None if one is None else one.toArray() for one in series])
     return pa.Array.from_pandas(series)

@@ -12,12 +12,15 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from farandole.common import scratch_directories
 from farandole.spark.common.model.output_columns import outputs_as_dicts
 from farandole.spark.common.runs.tracking import MLFLOW_PARAMS_FILE
 from farandole.stores.pickle_policy import require_unpickling_allowed
 from farandole.stores.small_files import raise_as_damaged_file
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pyspark.ml.param import Params
 
 _LEFT_OUT_PARAMS = frozenset(
@@ -77,7 +80,20 @@ def load_from_mlflow(kind: type[Params], uri: str, *, allowed: bool | None) -> A
         raise ImportError(
             "from_mlflow needs MLflow, which is not installed: pip install mlflow", name=error.name
         ) from error
-    directory = Path(download_artifacts(uri))
+    with scratch_directories.temporary_directory() as directory:
+        downloaded = Path(download_artifacts(uri, dst_path=str(directory)))
+        return _read_downloaded_model(kind, uri, downloaded, load_model, allowed=allowed)
+
+
+def _read_downloaded_model(
+    kind: type[Params],
+    uri: str,
+    directory: Path,
+    load_model: Callable[..., Any],
+    *,
+    allowed: bool | None,
+) -> Any:
+    """Returns a fitted model of the files that MLflow keeps of it."""
     found = next(iter(sorted(directory.rglob(MLFLOW_PARAMS_FILE))), None)
     if found is None:
         raise ValueError(
@@ -85,19 +101,27 @@ def load_from_mlflow(kind: type[Params], uri: str, *, allowed: bool | None) -> A
             f"log it: load it with mlflow.pytorch.load_model and give it to {kind.__name__} with "
             "its columns"
         )
-    with raise_as_damaged_file(str(found)):
+    with raise_as_damaged_file(f"{MLFLOW_PARAMS_FILE} of {uri}"):
         params = dict(json.loads(found.read_text("utf-8")))
     require_unpickling_allowed(uri, allowed, "")
     model: Any = kind()
     known = {name: value for name, value in params.items() if name not in _LEFT_OUT_PARAMS}
-    with raise_as_damaged_file(str(found)):
+    with raise_as_damaged_file(f"{MLFLOW_PARAMS_FILE} of {uri}"):
         model.setParams(**{name: value for name, value in known.items() if model.hasParam(name)})
     return model.setModel(load_model(str(directory), map_location="cpu").eval())
 
 
 def _is_json(value: Any) -> bool:
-    """Returns whether JSON gives a value back as it was."""
+    """Returns whether JSON gives a value back as it was, with lists in the place of tuples."""
     try:
-        return json.loads(json.dumps(value)) == (list(value) if isinstance(value, tuple) else value)
+        return json.loads(json.dumps(value)) == _tuples_as_lists(value)
     except (TypeError, ValueError):
         return False
+
+
+def _tuples_as_lists(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_tuples_as_lists(one) for one in value]
+    if isinstance(value, dict):
+        return {name: _tuples_as_lists(one) for name, one in value.items()}
+    return value
