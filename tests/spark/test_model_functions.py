@@ -82,11 +82,12 @@ def frame(spark):
 @pytest.mark.parametrize(
     "make_model",
     [
-        number_model,
-        lambda: number_model(LightningModel),
-        lambda: number_model(KerasModel, keras_sum()),
+        pytest.param(number_model, id="torch"),
+        pytest.param(lambda: number_model(LightningModel), id="lightning"),
+        pytest.param(
+            lambda: number_model(KerasModel, keras_sum()), id="keras", marks=pytest.mark.slow
+        ),
     ],
-    ids=["torch", "lightning", "keras"],
 )
 def test_a_model_is_a_function_of_columns_and_of_sql(spark, frame, make_model):
     model = make_model()
@@ -205,6 +206,7 @@ def test_the_examples_of_the_page_predict_columns_and_streams(spark, frame, tmp_
     assert names["by_hand"].setVerbose(0).transform(stream).isStreaming
 
 
+@pytest.mark.slow
 def test_mlflow_logs_and_loads_a_pipeline(frame, tmp_path, monkeypatch):
     import mlflow
 
