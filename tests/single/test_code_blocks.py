@@ -36,7 +36,7 @@ EXECUTED: Final[dict[tuple[str, str], dict[str, set[int]]]] = {
     ("docs/spark/plugin.md", "python"): {"tests/spark/test_pages.py": {0}},
     ("docs/spark/running.md", "python"): {"tests/spark/test_pages.py": {0}},
     ("docs/spark/serving.md", "python"): {
-        "tests/spark/test_model_functions.py": {0, 1, 2, 5},
+        "tests/spark/test_model_functions.py": {0, 1, 2},
         "tests/single/test_exported_program.py": {3},
         "tests/single/test_models_from_mlflow.py": {4},
     },

@@ -11,8 +11,6 @@ import keras
 import numpy as np
 import pytest
 import torch
-from pyspark.ml import PipelineModel
-from pyspark.ml.feature import VectorAssembler
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import functions as sf
 from tests.pages import blocks_of
@@ -204,26 +202,6 @@ def test_the_examples_of_the_page_predict_columns_and_streams(spark, frame, tmp_
         unknown.transform(stream)
     exec(blocks[2], names)
     assert names["by_hand"].setVerbose(0).transform(stream).isStreaming
-
-
-@pytest.mark.slow
-def test_mlflow_logs_and_loads_a_pipeline(frame, tmp_path, monkeypatch):
-    import mlflow
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    mlflow.set_tracking_uri(f"file://{tmp_path}/mlruns")
-    assembler = VectorAssembler(inputCols=["a", "b"], outputCol="both")
-    pipeline = PipelineModel([assembler, class_model(feature_columns=["both"])])
-    names = {"pipeline": pipeline}
-    with mlflow.start_run():
-        exec(blocks_of("docs/spark/serving.md")[5].text, names)
-    again = names["again"]
-    assert again.stages[1].getClasses() == ["x", "y", "z"]
-    found = again.transform(frame.limit(3)).collect()
-    assert [row.y__output.toArray().tolist() for row in found] == [
-        [3.5 * n, 7.0 * n, 10.5 * n] for n in range(3)
-    ]
 
 
 class MappedWeights(torch.nn.Module):
