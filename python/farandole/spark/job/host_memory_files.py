@@ -155,7 +155,7 @@ def _hold_creation_lock(digest: str) -> Iterator[int | None]:
         while True:
             try:
                 lock.bind(address)
-                lock.listen(socket.SOMAXCONN)  # tells the others whose lock it is
+                lock.listen(socket.SOMAXCONN)  # so that the others can ask for the user
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     yield None

@@ -151,7 +151,7 @@ class TorchModel(ParamsWritable, FarandoleModel, MLReadable["TorchModel"]):
         not either.
 
         Args:
-            uri: of the model in MLflow, such as `models:/stars/3` or `runs:/<run>/model`.
+            uri: address of the model in MLflow, such as `models:/stars/3` or `runs:/<run>/model`.
             allow_pickle: whether the pickle may be loaded; without it, `FARANDOLE_ALLOW_PICKLE`
                 decides.
 

@@ -243,7 +243,7 @@ class TextModel(TextColumnParams, TorchModel):
         """Raises an error, because MLflow has no tokenizer of the model.
 
         Args:
-            uri: of the model in MLflow.
+            uri: address of the model in MLflow.
             allow_pickle: as for other models.
 
         Raises:

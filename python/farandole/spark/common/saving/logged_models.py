@@ -4,7 +4,7 @@
 MLflow keeps: columns, categories, thresholds and everything else that predictions need.
 """
 
-# ruff: noqa: PLC0415 - MLflow is loaded when it is asked for; Spark ML's own maps
+# ruff: noqa: PLC0415 - MLflow is imported only if a model comes from it
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def load_from_mlflow(kind: type[Params], uri: str, *, allowed: bool | None) -> A
 
     Args:
         kind: class of the model.
-        uri: of the model in MLflow.
+        uri: address of the model in MLflow.
         allowed: whether the pickle of the module may be loaded; `None`: the environment decides.
 
     Raises:
