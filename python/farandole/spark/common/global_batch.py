@@ -36,6 +36,24 @@ def refuse_options_of_global_batch(estimator: EstimatorParams) -> None:
         )
 
 
+def refuse_row_limit(estimator: EstimatorParams) -> None:
+    """Refuses a limit of the rows of a backward pass, in an estimator whose framework takes them in
+    one pass.
+
+    Args:
+        estimator: the estimator, for its parameters.
+
+    Raises:
+        ValueError: naming both options.
+    """
+    if estimator.getGlobalBatchSize() is not None and estimator.isSet("batch_size"):
+        raise ValueError(
+            f"global_batch_size={estimator.getGlobalBatchSize()} cannot be combined with "
+            f"batch_size={estimator.getBatchSize()}: each process takes its part of the global "
+            "batch at once, and backward_passes_per_step divides it"
+        )
+
+
 def require_row_for_each_process(estimator: EstimatorParams, processes: int) -> None:
     """Refuses a global batch that leaves processes without rows in every step.
 

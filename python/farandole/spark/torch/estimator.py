@@ -168,9 +168,7 @@ class TorchEstimator(TorchEstimatorBase):
             driver_checks.check_batch_norms(job, objects.model, sampled.rows, processes)
         apart = job.loop.takes_local_steps  # then each process has losses of its own
         parts = 1 if apart else max(most, micro_batch_count(job.data, 1))
-        try_unknown_losses(
-            job, losses, objects.model, objects.transformation, processes=parts
-        )
+        try_unknown_losses(job, losses, objects.model, objects.transformation, processes=parts)
 
         def load_result(trained: TorchTrainingResult) -> torch.nn.Module:
             state = state_bytes.unpack_state(trained.checkpoint)

@@ -33,14 +33,14 @@ def micro_batch_count(data: TrainingDataSpec, size: int) -> int:
 
 
 def split_into_micro_batches(
-    rows: PaddedRankBatch, parts: int, least: int
+    rows: PaddedRankBatch, parts: int, min_rows: int
 ) -> Iterator[PaddedRankBatch]:
     """Yields the parts of a batch, whose numbers of rows differ by at most one.
 
     Args:
         rows: the batch, of tensors.
         parts: number of parts; those without rows repeat a row that does not count.
-        least: rows of a part at least, by repeats that do not count.
+        min_rows: rows of a part at least, by repeats that do not count.
     """
     if parts == 1:
         yield rows
@@ -48,7 +48,7 @@ def split_into_micro_batches(
     for number in range(parts):
         first, end = (rows.valid * edge // parts for edge in (number, number + 1))
         valid = end - first
-        count = max(valid, least)
+        count = max(valid, min_rows)
         last = min(max(first, end - 1), rows.count - 1)
         chosen = torch.arange(first, first + count).clamp(max=last)
         yield replace(
