@@ -18,6 +18,7 @@ number of processes.
 
 from __future__ import annotations
 
+import itertools
 import math
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -35,6 +36,7 @@ from farandole.data.data_memory_budget import (
     reserve_memory,
 )
 from farandole.data.ragged import lengths_column_name
+from farandole.data.step_rows import own_row_count, recut_batches, step_row_counts
 from farandole.stores.local_paths import explain_unreadable_data
 
 if TYPE_CHECKING:
@@ -250,11 +252,8 @@ class BatchSource:
     def _is_idle_at_end(self, rows: int) -> bool:
         """Returns whether this process has no row in the last step of so many rows."""
         begin = (rows - 1) // self._step_rows * self._step_rows
-        return self._own_row_count(begin) == self._own_row_count(rows)
-
-    def _own_row_count(self, rows: int) -> int:
-        """Returns how many of the first rows of a pass, or of the rest of one, this process has."""
-        return max(0, -(-(rows - self._rank) // self._size))
+        before, after = (own_row_count(edge, self._rank, self._size) for edge in (begin, rows))
+        return before == after
 
     def _pass_step_count(self, row: int) -> int:
         """Returns the steps of a pass from a row on."""
@@ -375,33 +374,18 @@ class BatchSource:
         """Yields the batches of a pass with the rows that this process has in each step, from
         batches that all have equally many rows.
         """
-        held = next(batches)
-        """Rows that are read, the first of which are yielded already."""
-        done, total = 0, self.total - row
-        for step in range(self._pass_step_count(row)):
-            end = min((step + 1) * self._step_rows, total)
-            valid = self._own_row_count(end) - self._own_row_count(step * self._step_rows)
-            if held.valid - done < valid:
-                rest, more = held.valid - done, next(batches)
-                columns = {
-                    name: np.concatenate([values[done : held.valid], more.columns[name]])
-                    for name, values in held.columns.items()
-                }
-                held, done = PaddedRankBatch(columns, rest + more.count, rest + more.valid), 0
-            count = max(self._min_rows, valid)
-            # A step without rows of this process repeats the last row that it had.
-            first = min(done, max(0, held.valid - 1))
-            chosen = np.minimum(np.arange(first, first + count), first + max(0, valid - 1))
-            is_slice = count == valid
-            yield PaddedRankBatch(
-                {
-                    name: values[first : first + count] if is_slice else values[chosen]
-                    for name, values in held.columns.items()
-                },
-                count,
-                valid,
-            )
-            done += valid
+        first = next(batches)
+        last = first.columns
+        """The last columns with a row that can be repeated."""
+        counted = ((rows.columns, rows.valid) for rows in itertools.chain([first], batches))
+        counts = list(step_row_counts(self.total - row, self._step_rows, self._rank, self._size))
+        for valid, cut in zip(counts, recut_batches(counted, counts, np.concatenate), strict=True):
+            columns, count = cut, max(self._min_rows, valid)
+            last = cut if valid else last
+            if valid < count:
+                chosen = np.minimum(np.arange(count), max(0, valid - 1))
+                columns = {name: values[chosen] for name, values in last.items()}
+            yield PaddedRankBatch(columns, count, valid)
 
     def _reserve_memory(self, rows: PaddedRankBatch, count: int) -> bool:
         """Reserves memory for all batches of a pass; returns whether there is enough."""

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""`GlobalBatchLoader` deals the same rows to a step on any number of ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from farandole.data import GlobalBatchLoader, ParquetLoader
+
+ROWS = 103
+GLOBAL_BATCH_SIZE = 10
+
+
+@pytest.fixture
+def path(tmp_path):
+    for number, rows in enumerate(np.array_split(np.arange(ROWS), 3)):
+        pq.write_table(pa.table({"id": rows}), tmp_path / f"{number}.parquet")
+    return str(tmp_path)
+
+
+def loaders(path, size, **options):
+    return [
+        GlobalBatchLoader(path, GLOBAL_BATCH_SIZE, rank=rank, size=size, **options)
+        for rank in range(size)
+    ]
+
+
+def read_steps(ranks, count=None):
+    """Returns the sorted rows of all ranks in each step, and the sum of the ranks' factors times
+    their rows.
+    """
+    steps, iterators = [], [iter(one) for one in ranks]
+    for _ in range(len(ranks[0]) if count is None else count):
+        batches = [next(one)["id"] for one in iterators]
+        sizes = [len(one) for one in batches]
+        assert max(sizes) - min(sizes) <= 1
+        rows = sorted(int(row) for one in batches for row in one)
+        weights = [one.loss_factor / len(ranks) for one in ranks]
+        assert weights == pytest.approx([size / len(rows) for size in sizes])
+        steps.append(rows)
+    if count is None:
+        assert all(next(one, None) is None for one in iterators)
+    return steps
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize("tail", ["keep", "drop_last"])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_step_has_the_same_rows_on_any_number_of_ranks(path, shuffle, tail, framework):
+    options = {"shuffle": shuffle, "tail": tail, "framework": framework}
+    wanted = read_steps(loaders(path, 1, **options))
+    assert [len(step) for step in wanted] == [10] * 10 + ([3] if tail == "keep" else [])
+    for size in (2, 3, 4, 7):
+        assert read_steps(loaders(path, size, **options)) == wanted, size
+
+
+def test_an_epoch_continues_on_another_number_of_ranks_with_the_same_steps(path):
+    wanted = read_steps(loaders(path, 1))
+    before = loaders(path, 4)
+    found = read_steps(before, 3)
+    after = loaders(path, 3)
+    for one in after:
+        one.load_state_dict(before[0].state_dict())
+    found += read_steps(after)
+    assert found == wanted
+    assert read_steps(after) == read_steps(loaders_at_epoch(path, 1)), "the next epoch is whole"
+
+
+def loaders_at_epoch(path, epoch):
+    (loader,) = loaders(path, 1)
+    loader.set_epoch(epoch)
+    return [loader]
+
+
+def test_rows_come_as_from_a_plain_loader_where_ranks_have_equally_many(path):
+    plain = [row["id"].tolist() for row in ParquetLoader(path, 5, rank=1, size=2)]
+    assert [row["id"].tolist() for row in loaders(path, 2)[1]] == plain
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tail": "pad"}, "tail"),
+        ({"rank": 0, "size": 11}, "fewer rows than there are ranks: 11"),
+        ({"rank": 0, "size": 1, "global_batch_size": 0}, "global_batch_size"),
+    ],
+)
+def test_options_that_divide_rows_otherwise_are_refused(path, options, words):
+    with pytest.raises(ValueError, match=words):
+        GlobalBatchLoader(path, **{"global_batch_size": GLOBAL_BATCH_SIZE, **options})
+
+
+def test_it_is_refused_where_rows_of_lost_ranks_are_left_out(path):
+    with pytest.raises(ValueError, match="without the rows of lost ranks"):
+        GlobalBatchLoader(path, GLOBAL_BATCH_SIZE).take_turns()
