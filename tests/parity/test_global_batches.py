@@ -88,18 +88,29 @@ def assert_close(fitted, wanted):
         assert torch.allclose(value, wanted[name], rtol=1e-5, atol=1e-6), name
 
 
+OPTIONS = {
+    "plain": {},
+    "limited rows": {"batch_size": 2},
+    "two passes": {"backward_passes_per_step": 2},
+    "sharded": {"shard_optimizer": True, "batch_size": 3},
+    "in memory": {"inmemory_cache_all": True},
+}
+SHORT_CELLS = {(4, "plain"), (4, "limited rows"), (1, "limited rows"), (2, "two passes")}
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("size", "options"),
     [
-        {},
-        {"batch_size": 2},
-        {"backward_passes_per_step": 2},
-        {"shard_optimizer": True, "batch_size": 3},
-        {"inmemory_cache_all": True},
+        pytest.param(
+            size,
+            options,
+            id=f"{size}, {name}",
+            marks=() if (size, name) in SHORT_CELLS else pytest.mark.slow,
+        )
+        for name, options in OPTIONS.items()
+        for size in (1, 2, 4)
     ],
-    ids=["plain", "limited rows", "two passes", "sharded", "in memory"],
 )
-@pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_step_is_the_same_on_any_number_of_processes(size, options, gangs, tmp_path):
     path, x, y = write(tmp_path)
     fitted = fit(gangs(size), tmp_path, path, **options)
@@ -119,8 +130,10 @@ def test_shuffled_rows_and_a_resumed_run_do_not_depend_on_the_number_either(gang
     assert_close(rest, whole.getModel().state_dict())
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize(
+    ("size", "passes"),
+    [(4, 1), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in ((1, 1), (1, 2), (4, 2)))],
+)
 def test_steps_of_lightning_are_the_same_on_any_number_of_processes(size, passes, gangs, tmp_path):
     path, x, y = write(tmp_path)
     options = {"kind": LightningEstimator, "backward_passes_per_step": passes}

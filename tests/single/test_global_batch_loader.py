@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from farandole.data import GlobalBatchLoader, ParquetLoader
+from farandole.data import GlobalBatchLoader, MixedLoader, ParquetLoader, WeightedLoader
 
 ROWS = 103
 GLOBAL_BATCH_SIZE = 10
@@ -36,11 +36,15 @@ def read_steps(ranks, count=None):
     steps, iterators = [], [iter(one) for one in ranks]
     for _ in range(len(ranks[0]) if count is None else count):
         batches = [next(one)["id"] for one in iterators]
-        sizes = [len(one) for one in batches]
+        assert all(len(one) for one in batches), "a mean of nothing is not a number"
+        factors = [one.loss_factor for one in ranks]
+        counted = [
+            one[: len(one) if factor else 0] for one, factor in zip(batches, factors, strict=True)
+        ]
+        sizes = [len(one) for one in counted]
         assert max(sizes) - min(sizes) <= 1
-        rows = sorted(int(row) for one in batches for row in one)
-        weights = [one.loss_factor / len(ranks) for one in ranks]
-        assert weights == pytest.approx([size / len(rows) for size in sizes])
+        rows = sorted(int(row) for one in counted for row in one)
+        assert factors == pytest.approx([len(ranks) * size / len(rows) for size in sizes])
         steps.append(rows)
     if count is None:
         assert all(next(one, None) is None for one in iterators)
@@ -94,6 +98,10 @@ def test_options_that_divide_rows_otherwise_are_refused(path, options, words):
         GlobalBatchLoader(path, **{"global_batch_size": GLOBAL_BATCH_SIZE, **options})
 
 
-def test_it_is_refused_where_rows_of_lost_ranks_are_left_out(path):
+def test_it_is_refused_where_other_loaders_or_optimizers_count_rows(path):
+    with pytest.raises(TypeError, match="GlobalBatchLoader"):
+        WeightedLoader(loaders(path, 1)[0], 2, weights="id")
+    with pytest.raises(TypeError, match="'rows' is a GlobalBatchLoader"):
+        MixedLoader({"rows": loaders(path, 1)[0]})
     with pytest.raises(ValueError, match="without the rows of lost ranks"):
         GlobalBatchLoader(path, GLOBAL_BATCH_SIZE).take_turns()

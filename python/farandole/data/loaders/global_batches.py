@@ -25,7 +25,8 @@ class GlobalBatchLoader(ParquetLoader):
     """One rank's part of batches of all ranks together.
 
     A step has the next `global_batch_size` rows of the epoch, whatever the number of ranks. If that
-    number does not divide `global_batch_size`, the batches of two ranks differ by one row. The
+    number does not divide `global_batch_size`, the batches of two ranks differ by one row. A rank
+    that has no row in the last step of an epoch gets a row again, with a `loss_factor` of 0. The
     training is the same on any number of ranks, also when an elastic job loses some, if
 
     - the loss is a mean over the rows of a batch, multiplied by `loss_factor`,
@@ -112,7 +113,12 @@ class GlobalBatchLoader(ParquetLoader):
         )
         with closing(self._read_batches(self._reader, epoch, start)) as batches:
             counted = ((batch, len(next(iter(batch.values())))) for batch in batches)
-            for done, batch in enumerate(recut_batches(counted, counts, self._join), 1):
+            last: dict[str, Any] = {}
+            for done, cut in enumerate(recut_batches(counted, counts, self._join), 1):
+                is_empty = not len(next(iter(cut.values()), ()))
+                # A mean over no rows is NaN, which a factor of 0 does not change.
+                batch = {name: one[:1] for name, one in last.items()} if is_empty and last else cut
+                last = batch
                 row = start + done * self.global_batch_size
                 self._produced_at = (epoch, row) if done < steps else (epoch + 1, 0)
                 yield batch
