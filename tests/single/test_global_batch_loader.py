@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""`GlobalBatchLoader` deals the same rows to a step on any number of ranks."""
+"""Global batches of loaders and estimators have the same rows on any number of ranks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from farandole.data import GlobalBatchLoader, MixedLoader, ParquetLoader, WeightedLoader
+from farandole.spark.common.data.batch_source import BatchSource
 
 ROWS = 103
 GLOBAL_BATCH_SIZE = 10
@@ -105,3 +106,65 @@ def test_it_is_refused_where_other_loaders_or_optimizers_count_rows(path):
         MixedLoader({"rows": loaders(path, 1)[0]})
     with pytest.raises(ValueError, match="without the rows of lost ranks"):
         GlobalBatchLoader(path, GLOBAL_BATCH_SIZE).take_turns()
+
+
+def sources(path, size, **options):
+    return [
+        BatchSource(
+            path,
+            {"id": None},
+            batch_size=1,
+            step_rows=GLOBAL_BATCH_SIZE,
+            rank=rank,
+            size=size,
+            shuffle=True,
+            **options,
+        )
+        for rank in range(size)
+    ]
+
+
+def read_source_steps(ranks, epoch, steps):
+    """Returns the sorted rows of all ranks in each step, after checks of the ranks' numbers."""
+    found = []
+    batches = [list(one.iterate_epoch_batches(epoch, steps)) for one in ranks]
+    for same in zip(*batches, strict=True):
+        (number,) = {one.step for one in same}
+        rows = sorted(int(row) for one in same for row in one.columns["id"][: one.valid])
+        assert len(rows) == ranks[0].row_count_in_steps(number, number + 1)
+        factors = [rank.loss_factor(one) for rank, one in zip(ranks, same, strict=True)]
+        assert sum(factors) == pytest.approx(len(ranks))
+        assert all(len(one.columns["id"]) == one.count >= 2 for one in same)
+        found.append(rows)
+    for rank, own in zip(ranks, batches, strict=True):
+        assert rank.idle_steps(steps) == [one.step for one in own if not one.valid]
+    return found
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_processes_of_estimators_get_the_same_steps(path, in_memory):
+    """An epoch of two passes, and the next one, which comes from memory if there is room."""
+    options = {"least": 2, "in_memory": in_memory}
+    steps = 2 * -(-ROWS // GLOBAL_BATCH_SIZE)
+    wanted = [read_source_steps(sources(path, 1), epoch, steps) for epoch in (0, 1)]
+    for size in (2, 3, 4, 7):
+        ranks = sources(path, size, **options)
+        assert {one.steps for one in ranks} == {steps // 2}
+        for epoch, same in enumerate(wanted):
+            found = read_source_steps(ranks, epoch, steps)
+            if in_memory:  # a pass from memory has an order of its own
+                assert [len(one) for one in found] == [len(one) for one in same]
+                one_pass = [row for step in found[: steps // 2] for row in step]
+                assert sorted(one_pass) == list(range(ROWS))
+            else:
+                assert found == same, size
+
+
+def test_an_epoch_of_processes_continues_on_another_number_of_them(path):
+    steps = -(-ROWS // GLOBAL_BATCH_SIZE)
+    wanted = read_source_steps(sources(path, 1), 0, steps)
+    before, after = sources(path, 4, least=2), sources(path, 3, least=2)
+    found = read_source_steps(before, 0, 4)
+    for one in after:
+        one.set_epoch_start(before[0].position_after_steps(0, 4))
+    assert found + read_source_steps(after, 0, steps) == wanted
