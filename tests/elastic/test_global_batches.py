@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     Start = Callable[..., Launch]
 
 PATIENCE = 150
-ROWS, STEP_ROWS, EPOCHS = 203, 10, 2
+ROWS, STEP_ROWS, EPOCHS = 203, 9, 2
 PROGRAM = program_path(__file__, "train_global_batches")
 
 
@@ -57,16 +57,13 @@ def train_plainly(data: Path) -> list[float]:
 
 @pytest.mark.timeout(300)
 def test_the_loss_of_half_of_the_ranks_changes_nothing(launch: Start, data: Path) -> None:
-    flags = ("-np", 4, "--min-np", 1, "--blacklist-cooldown-range", 1, 1)
+    flags = ("-np", 2, "--min-np", 1, "--blacklist-cooldown-range", 1, 1)
     arguments = (data, STEP_ROWS, EPOCHS)
     run = launch(*flags, sys.executable, PROGRAM, *arguments, env={"OMP_NUM_THREADS": "1"})
     until(lambda: run.process.poll() is not None, "its end", PATIENCE)
     assert run.wait() == 0, run.err.read_text()
     assert "was ended by SIGKILL" in own(run)
-    assert sorted(one.name for one in data.parent.glob("rows-lost-*")) == [
-        "rows-lost-2",
-        "rows-lost-3",
-    ]
+    assert [one.name for one in data.parent.glob("rows-lost-*")] == ["rows-lost-1"]
     results = [
         json.loads(line.partition(":result ")[2]) for line in run.lines() if ":result " in line
     ]
@@ -74,4 +71,4 @@ def test_the_loss_of_half_of_the_ranks_changes_nothing(launch: Start, data: Path
     assert results
     for weights, sizes in results:
         assert weights == pytest.approx(wanted, rel=1e-5, abs=1e-6)
-        assert set(sizes) & {2, 3}, "some steps were taken by fewer ranks"
+        assert 1 in sizes, "some steps were taken by fewer ranks"
