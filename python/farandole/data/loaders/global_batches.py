@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class GlobalBatchLoader(ParquetLoader):
     """One rank's part of batches of all ranks together.
 
-    A step has the next `global_batch_size` rows of the epoch, whatever the number of ranks. If that
-    number does not divide `global_batch_size`, the batches of two ranks differ by one row. A rank
+    A step has the next `global_batch_size` rows of the epoch on any number of ranks. If that number
+    does not divide `global_batch_size`, the batches of two ranks differ by one row. A rank
     that has no row in the last step of an epoch gets a row again, with a `loss_factor` of 0. The
     training is the same on any number of ranks, also when an elastic job loses some, if
 

@@ -61,7 +61,7 @@ class TrainingDataSpec:
     missing: MissingValuePolicy
     ragged: Mapping[str, RaggedColumn] = field(default_factory=dict)
     step_rows: int | None = None
-    """Rows of a training batch of all processes together, whatever their number; `None` is
+    """Rows of a training batch of all processes together, for any number of them; `None` is
     `batch_size` on each.
     """
     source_options: tuple[StorageOptions, ...] = ()
