@@ -39,7 +39,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
+@pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))])
 def test_a_step_is_the_same_on_any_number_of_processes(size, options, gangs, tmp_path):
     path, x, y = write(tmp_path)
     fitted = fit(TorchEstimator, gangs(size), tmp_path, path, **options)
