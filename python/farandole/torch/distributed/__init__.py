@@ -30,7 +30,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-_MIN_TORCH_VERSION: Final = "2.14"
+_MIN_TORCH_VERSION: Final = "2.6"
 """Earlier versions cannot make an object of a backend in Python."""
 
 if not dist.is_available():

@@ -7,8 +7,11 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch
+
 from farandole.common import basics
 from farandole.torch.distributed._backend import FarandoleBackend, make_member_backend
+from farandole.torch.distributed._direct_group import HAS_PYTHON_BACKENDS, DirectGroup
 from farandole.torch.distributed._groups import set_world_store, start_opening_member_set
 from farandole.torch.distributed._process_group import FarandoleGroup
 from farandole.torch.distributed._reconfigurable_groups import (
@@ -32,10 +35,17 @@ def create_backend(options: Any, _: Any) -> FarandoleBackend | FarandoleGroup:
     devices = _requested_devices(sys._getframe(1).f_locals)  # noqa: SLF001 - the function has no argument for them
     if getattr(options, "enable_reconfigure", False):  # since torch 2.15
         return _create_reconfigurable_group(options)
+    if devices is None and not HAS_PYTHON_BACKENDS:
+        raise ValueError(
+            "a group of farandole and other backends needs torch 2.14 or newer, and this is torch "
+            f"{torch.__version__}: pass backend='farandole'"
+        )
     if not options.global_ranks_in_group:
         backend = _create_default_backend(options)
     else:
         backend = make_member_backend(list(options.global_ranks_in_group), options.timeout)
+    if not HAS_PYTHON_BACKENDS:
+        return DirectGroup(backend, options.store, devices)
     if devices is None:
         return backend
     return FarandoleGroup(backend, options.store, devices)

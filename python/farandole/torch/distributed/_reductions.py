@@ -150,7 +150,7 @@ class ReductionOperations(GroupOperations):
             1.0,
             1.0,
             self._member_set_number,
-            not opts.asyncOp,
+            self._is_waited_at_once(opts),
         )
         return self._submit_work(
             submission, (data, result), lambda _: store_result(result), [tensor]
@@ -267,7 +267,7 @@ class ReductionOperations(GroupOperations):
             1.0,
             1.0,
             self._member_set_number,
-            not opts.asyncOp,
+            self._is_waited_at_once(opts),
         )
         return self._submit_work(
             submission, (data, result), lambda _: copy_into(output, result), [output]
