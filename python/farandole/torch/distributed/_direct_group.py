@@ -9,9 +9,8 @@ return a whole group, and C++ calls these methods of a group in Python: `allredu
 tensor for all ranks that functional collectives use. DDP, FSDP2 and compiled collectives need no
 others, and `torch.distributed` calls all methods in Python.
 
-So each method of a `DirectGroup` calls the backend without the dispatcher, whose hooks and profiler
-events of the name `c10d::` are missed. A group with another backend for some devices cannot be
-made.
+So each method of a `DirectGroup` calls the backend without the dispatcher. A group with another
+backend for some devices cannot be made.
 """
 
 from __future__ import annotations
@@ -139,11 +138,13 @@ class DirectGroup(FarandoleGroup):
 
 def _call_backend_directly(name: str) -> Callable[..., Any]:
     make_options, position = _OPTIONS.get(name, (None, 0))
+    event = f"c10d::{name}" if name in ("barrier", "send") else f"c10d::{name}_"
 
     def run_operation(self: DirectGroup, *arguments: Any, **options: Any) -> Any:
         if make_options is not None and len(arguments) == position and "opts" not in options:
             options["opts"] = make_options()
-        work = getattr(self._backend, name)(*arguments, **options)
+        with torch.profiler.record_function(event):
+            work = getattr(self._backend, name)(*arguments, **options)
         if _DROPS_PYTHON_WORKS:
             works_held_for_cpp.add(work)
         return work
