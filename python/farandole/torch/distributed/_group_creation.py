@@ -33,22 +33,21 @@ def create_backend(options: Any, _: Any) -> FarandoleBackend | FarandoleGroup:
         ValueError: When torch's rank or size is not Farandole's, or the group is not supported.
     """
     devices = _requested_devices(sys._getframe(1).f_locals)  # noqa: SLF001 - the function has no argument for them
-    if getattr(options, "enable_reconfigure", False):  # since torch 2.15
-        return _create_reconfigurable_group(options)
     if devices is None and not HAS_PYTHON_BACKENDS:
         raise ValueError(
             "a group of farandole and other backends needs torch 2.14 or newer, and this is torch "
             f"{torch.__version__}: pass backend='farandole'"
         )
+    if getattr(options, "enable_reconfigure", False):  # since torch 2.15
+        return _create_reconfigurable_group(options)
     if not options.global_ranks_in_group:
         backend = _create_default_backend(options)
     else:
         backend = make_member_backend(list(options.global_ranks_in_group), options.timeout)
-    if not HAS_PYTHON_BACKENDS:
-        return DirectGroup(backend, options.store, devices)
     if devices is None:
         return backend
-    return FarandoleGroup(backend, options.store, devices)
+    group_class = FarandoleGroup if HAS_PYTHON_BACKENDS else DirectGroup
+    return group_class(backend, options.store, devices)
 
 
 def _requested_devices(caller: dict[str, Any]) -> list[str] | None:
