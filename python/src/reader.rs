@@ -331,7 +331,7 @@ impl Reader {
         max_steps: Option<u64>,
     ) -> PyResult<EpochBatches> {
         let epoch = py
-            .detach(|| self.0.start_steps(epoch, start_row, max_steps))
+            .detach(|| self.0.start_epoch(epoch, start_row, max_steps))
             .map_err(reader_exception)?;
         Ok(EpochBatches { steps: epoch.step_count(), inner: Mutex::new(Some(epoch)) })
     }

@@ -155,19 +155,12 @@ impl Reader {
         self.epoch_request(0, start_row, None).step_count(self.setup.dataset.manifest().rows)
     }
 
-    /// Starts an epoch after `start_row` rows.
+    /// Starts an epoch after `start_row` rows. With `max_steps`, it ends after so many batches, and
+    /// loads nothing for later ones.
     ///
     /// # Errors
     /// A budget that is too small, or a thread that cannot be started.
-    pub fn start_epoch(&self, epoch: u64, start_row: u64) -> Result<EpochReader> {
-        self.start_steps(epoch, start_row, None)
-    }
-
-    /// Starts an epoch that ends after `max_steps` batches, and loads nothing for later ones.
-    ///
-    /// # Errors
-    /// Like [`Reader::start_epoch`].
-    pub fn start_steps(
+    pub fn start_epoch(
         &self,
         epoch: u64,
         start_row: u64,
