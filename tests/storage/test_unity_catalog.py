@@ -7,12 +7,10 @@ tables are read.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import cloudpickle
 import numpy as np
@@ -20,8 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from tests.pages import blocks_of
-from tests.storage.credential_front import CredentialFront
-from tests.unity_catalog_server import TOKEN, running_catalog
+from tests.storage.conftest import KEY_LIFE_SECONDS as LIFE
 
 from farandole._native import store as native
 from farandole.data import ParquetLoader, open_table, prepare_data
@@ -29,51 +26,11 @@ from farandole.stores.filesystem import StoreFileSystem
 from farandole.stores.store_options import StorageOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
+    from tests.storage.credential_front import CredentialFront
     from tests.unity_catalog_server import UnityCatalogServer
 
 ROWS, FILES = 60, 6
-LIFE = 1.5
-"""Seconds that a key is valid."""
 NAME = "main.sales.clicks"
-
-
-@pytest.fixture
-def front(s3_options: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[CredentialFront]:
-    """An S3 service whose keys live shortly, and an environment without keys."""
-    for name in [name for name in os.environ if name.startswith(("AWS_", "DATABRICKS_"))]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("FARANDOLE_STORE_TIMEOUT", "3")
-    proxy = CredentialFront(urlsplit(s3_options["endpoint_url"]).netloc, LIFE)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
-    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
-    yield proxy
-    proxy.close()
-
-
-@pytest.fixture
-def catalog(
-    front: CredentialFront, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[UnityCatalogServer]:
-    """A workspace that gives out keys of the service."""
-
-    def give_credentials(_: str) -> dict[str, Any]:
-        keys = front.grant()
-        fields = {
-            "access_key_id": keys["AccessKeyId"],
-            "secret_access_key": keys["SecretAccessKey"],
-            "session_token": keys["SessionToken"],
-        }
-        expires = int((time.time() + front.life) * 1000)
-        return {"aws_temp_credentials": fields, "expiration_time": expires}
-
-    with running_catalog() as server:
-        monkeypatch.setenv("DATABRICKS_HOST", server.url)
-        monkeypatch.setenv("DATABRICKS_TOKEN", TOKEN)
-        server.credentials = give_credentials
-        yield server
 
 
 @pytest.fixture

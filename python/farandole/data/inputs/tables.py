@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from farandole.data.inputs.catalog_names import resolve_table_names, table_at_location
+from farandole.data.inputs.catalog_names import resolve_source_options, table_at_location
 from farandole.data.inputs.delta_tables import delta_snapshot, is_delta_table, open_delta_table
 from farandole.data.inputs.iceberg_tables import (
     iceberg_snapshot,
@@ -20,7 +20,7 @@ from farandole.data.inputs.table_snapshot import TableSnapshot, refuse_files_els
 
 if TYPE_CHECKING:
     import datetime as dt
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     import pyarrow as pa
 
@@ -74,7 +74,11 @@ def is_table(value: Any) -> bool:
 
 
 def open_table(
-    source: Any, version: int | None = None, timestamp: dt.datetime | str | None = None
+    source: Any,
+    version: int | None = None,
+    timestamp: dt.datetime | str | None = None,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> TableSnapshot:
     """Returns a Delta or Iceberg table at one version.
 
@@ -89,15 +93,18 @@ def open_table(
             newest.
         timestamp: Chooses the newest version that is not younger: a datetime or ISO 8601; without a
             time zone, it is in UTC.
+        storage_options: Credentials and endpoints of a path, as for a store; further options, such
+            as a region or an endpoint, of a name.
 
     Raises:
         ImportError: deltalake or pyiceberg is not installed.
+        TypeError: Options for an object of deltalake or pyiceberg, which has its own.
         ValueError: No table, no such version, or a feature of the table that is not read; the
             message names the table.
     """
     if version is not None and timestamp is not None:
         raise ValueError("at most one of version and timestamp may be given")
-    source = resolve_table_names(source)
+    source = resolve_source_options(source, storage_options)
     found = open_if_table(source, version, timestamp)
     if found is None:
         raise ValueError(f"neither a Delta table nor an Iceberg table: {source}")

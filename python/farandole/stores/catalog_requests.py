@@ -22,8 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import urlencode, urlsplit
 
-from farandole.data.inputs.catalog_names import HOST_VARIABLE
-
+HOST_VARIABLE: Final = "DATABRICKS_HOST"
 TOKEN_VARIABLE: Final = "DATABRICKS_TOKEN"  # noqa: S105 - a name
 _CLIENT_VARIABLES: Final = ("DATABRICKS_CLIENT_ID", "DATABRICKS_CLIENT_SECRET")
 _SIGN_IN_PATH: Final = "/oidc/v1/token"
@@ -64,11 +63,11 @@ class CatalogSession:
     client_secret: str | None = field(default=None, repr=False)
 
     @classmethod
-    def from_environment(cls, table: str) -> CatalogSession:
+    def from_environment(cls, subject: str) -> CatalogSession:
         """Returns the session of the environment.
 
         Args:
-            table: Name of the wanted table, for messages.
+            subject: The wanted table or volume, for messages: `the table main.sales.clicks`.
 
         Raises:
             ValueError: A variable is missing, the host is no HTTPS URL, or the token has
@@ -78,24 +77,24 @@ class CatalogSession:
         host, token, client_id, secret = (os.environ.get(name, "").strip() for name in names)
         if not host or not (token or (client_id and secret)):
             raise ValueError(
-                f"the table {table} of Unity Catalog needs {HOST_VARIABLE}, and {TOKEN_VARIABLE} "
+                f"{subject} of Unity Catalog needs {HOST_VARIABLE}, and {TOKEN_VARIABLE} "
                 f"or {' and '.join(_CLIENT_VARIABLES)}, in the environment"
             )
-        url = _checked_host(host, table)
+        url = _checked_host(host, subject)
         if token and not _is_header_word(token):
             raise ValueError(
-                f"the table {table} of Unity Catalog needs a token in {TOKEN_VARIABLE}: its value "
+                f"{subject} of Unity Catalog needs a token in {TOKEN_VARIABLE}: its value "
                 "has spaces, or characters that are not printable ASCII"
             )
         return cls(url, token) if token else cls(url, None, client_id, secret)
 
-    def table_label(self, name: str) -> str:
-        """Returns a description of a table for messages.
+    def label_subject(self, subject: str) -> str:
+        """Returns a description of a table or volume for messages.
 
         Args:
-            name: `catalog.schema.table`.
+            subject: As for `from_environment`.
         """
-        return f"the table {name} of Unity Catalog at {self.host}"
+        return f"{subject} of Unity Catalog at {self.host}"
 
     def request_json(
         self, path: str, body: dict[str, Any] | None, label: str, advice: str
@@ -316,7 +315,7 @@ def _parse_pause(text: str | None) -> float:
     return float(text[:4]) if text is not None and is_number else 0.0
 
 
-def _checked_host(host: str, table: str) -> str:
+def _checked_host(host: str, subject: str) -> str:
     try:
         parts = urlsplit(host if "://" in host else f"https://{host}")
     except ValueError:
@@ -328,7 +327,7 @@ def _checked_host(host: str, table: str) -> str:
     is_host = parts.hostname and "@" not in parts.netloc and host.isprintable()
     if not is_token_safe or not is_host or has_more_than_host:
         raise ValueError(
-            f"the table {table} of Unity Catalog needs {HOST_VARIABLE} in the form "
+            f"{subject} of Unity Catalog needs {HOST_VARIABLE} in the form "
             "https://NAME.cloud.databricks.com"
         )
     return f"{parts.scheme}://{parts.netloc}"
