@@ -107,13 +107,32 @@ def test_a_loader_reads_a_table_by_its_name_and_renews_its_credentials(
     assert catalog.requests.count(f"GET /api/2.1/unity-catalog/tables/{NAME}") == 1
 
 
-@pytest.mark.parametrize("table", ["PARQUET"], indirect=True)
+@both_formats
 def test_other_options_of_the_location_may_be_given(
-    table: str, front: CredentialFront, monkeypatch: pytest.MonkeyPatch
+    table: str, front: CredentialFront, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     monkeypatch.delenv("AWS_ENDPOINT_URL")
-    options = {"endpoint_url": f"http://127.0.0.1:{front.port}"}
+    monkeypatch.delenv("AWS_REGION")
+    options = {"endpoint_url": f"http://127.0.0.1:{front.port}", "region": "us-east-1"}
     assert read_for(ParquetLoader(table, 7, storage_options=options), 0.2) > 0
+    given: dict[str, Any] = {"label_cols": ["y"], "storage_options": options}
+    with prepare_data(table, str(tmp_path / "store"), **given) as data:
+        assert data.train_rows == ROWS
+    query = "SELECT x, y FROM clicks WHERE row < 10"
+    with prepare_data({"clicks": table}, str(tmp_path / "store"), sql=query, **given) as data:
+        assert data.train_rows == 10
+
+
+@both_formats
+def test_a_table_is_opened_with_one_grant(
+    table: str, catalog: UnityCatalogServer, front: CredentialFront, tmp_path: Any
+) -> None:
+    front.life = 3600.0
+    list(ParquetLoader(table, 7))
+    assert catalog.operations == ["READ"]
+    with prepare_data(table, str(tmp_path / "store"), label_cols=["y"]) as data:
+        assert data.train_rows == ROWS
+    assert catalog.operations == ["READ"] * 2
 
 
 @pytest.mark.parametrize("table", ["PARQUET"], indirect=True)
@@ -210,14 +229,17 @@ def test_a_pickled_loader_needs_no_environment(
 
 @pytest.mark.parametrize("table", ["DELTA"], indirect=True)
 def test_a_table_may_be_opened_at_a_version(table: str, front: CredentialFront) -> None:
-    old = open_table(table, version=1)
+    options = {"endpoint_url": f"http://127.0.0.1:{front.port}"}
+    old = open_table(table, version=1, storage_options=options)
+    with pytest.raises(TypeError, match="storage_options are for paths and names of tables, and"):
+        open_table(old, storage_options=options)
     assert old.open_dataset().rows == 2 * ROWS // FILES
     assert open_table(table).open_dataset().rows == ROWS
 
 
 @both_formats
 def test_the_ranks_of_a_fit_renew_the_credentials(
-    table: str, front: CredentialFront, tmp_path: Any
+    table: str, front: CredentialFront, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
 
@@ -238,7 +260,9 @@ def test_the_ranks_of_a_fit_renew_the_credentials(
         store=Store.create(str(tmp_path / "store")),
         verbose=0,
     )
-    fitted = estimator.fit_on_parquet(path=table)
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    options = {"endpoint_url": f"http://127.0.0.1:{front.port}"}
+    fitted = estimator.fit_on_parquet(path=table, storage_options=options)
     assert len(fitted.getHistory()) == 4
     assert front.granted >= 6, "each rank has requested them several times"
 

@@ -12,8 +12,10 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+import boto3
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from tests.storage.conftest import KEY_LIFE_SECONDS
 from tests.unity_catalog_server import TOKEN
@@ -148,24 +150,43 @@ def wait_and_return(batch: Any) -> Any:
 
 
 def test_files_of_a_volume_are_read_with_credentials_for_reading(
-    volume: str, catalog: UnityCatalogServer, front: CredentialFront, tmp_path: Any
+    volume: str,
+    catalog: UnityCatalogServer,
+    front: CredentialFront,
+    s3_options: dict[str, str],
+    tmp_path: Any,
+) -> None:
+    front.life = 3600.0
+    name = volume.removeprefix("s3://bucket/")
+    buffer = pa.BufferOutputStream()
+    pq.write_table(training_rows(), buffer)
+    client = boto3.client(
+        "s3",
+        aws_access_key_id="id",
+        aws_secret_access_key="hidden",
+        endpoint_url=s3_options["endpoint_url"],
+        region_name="us-east-1",
+    )
+    client.put_object(
+        Bucket="bucket", Key=f"{name}/raw/0.parquet", Body=buffer.getvalue().to_pybytes()
+    )
+    for path in (f"uc://{NAME}/raw", "/Volumes/main/default/files/raw"):
+        catalog.operations.clear()
+        assert sum(len(batch["row"]) for batch in ParquetLoader(path, 7)) == ROWS
+        with prepare_data(f"{path}/*.parquet", str(tmp_path), label_cols=["y"]) as copy:
+            assert copy.train_rows == ROWS
+        assert catalog.operations == ["READ_VOLUME"] * 2, "one grant for each"
+
+
+def test_data_in_a_store_of_this_process_is_read_with_the_credentials_of_the_store(
+    volume: str, catalog: UnityCatalogServer, front: CredentialFront
 ) -> None:
     front.life = 3600.0
     store = Store.create(f"uc://{NAME}/farandole")
-    data = prepare_data(training_rows(), store, label_cols=["y"])
-    data.release()
-    catalog.operations.clear()
-    inside = f"uc://{NAME}/farandole/{data.train_url.removeprefix(store.prefix_path + '/')}"
-    batches = list(ParquetLoader(inside, 7))
-    assert sum(len(batch["row"]) for batch in batches) == ROWS
-    assert catalog.operations == [], "the store of this process has them"
-    native.configure_options(store.prefix_path, {})
-    del store
-    for path in (inside, inside.replace("uc://main.default.", "/Volumes/main/default/")):
-        catalog.operations.clear()
-        with prepare_data(f"{path}/*.parquet", str(tmp_path), label_cols=["y"]) as copy:
-            assert copy.train_rows == ROWS
-        assert catalog.operations == ["READ_VOLUME"]
+    with prepare_data(training_rows(), store, label_cols=["y"]) as data:
+        inside = data.train_url.replace(volume, f"uc://{NAME}")
+        assert sum(len(batch["row"]) for batch in ParquetLoader(inside, 7)) == ROWS
+    assert catalog.operations == ["WRITE_VOLUME"]
 
 
 @pytest.mark.parametrize(

@@ -220,9 +220,7 @@ def prepare_data(
         "options": options,
         "storage_options": storage_options,
     }
-    opened = (
-        open_source(source, **reading) if sql is None else query_source(source, sql, **reading)
-    )
+    opened = open_source(source, **reading) if sql is None else query_source(source, sql, **reading)
     roles = resolve_column_roles(opened, feature_cols, label_cols, sample_weight_col, validation)
     spec = {
         **native_writer_spec(roles, seed, fill, allow_nan=allow_nan),

@@ -117,6 +117,27 @@ class VendedCredentials:
         """Requests credentials, without a warning about a failure. The native store gets them by
         its next call.
         """
+        return self.note_grant(self.request_values())
+
+    def note_grant(self, values: dict[str, Any]) -> CredentialGrant:
+        """Takes note of credentials that the catalog has given out.
+
+        Args:
+            values: As a call returns them, perhaps without their expiry.
+        """
+        life = values["expires"] - time.time() if "expires" in values else _MAX_SHARED_SECONDS
+        shared_seconds = min(_MAX_SHARED_SECONDS, life * _SHARED_LIFE_PART)
+        grant = CredentialGrant(values, time.monotonic() + shared_seconds)
+        _NEWEST_GRANTS[self] = grant
+        return grant
+
+    def request_values(self) -> dict[str, Any]:
+        """Returns new credentials, as a call does.
+
+        Raises:
+            ValueError: Credentials of a kind that is not known.
+            OSError: The catalog refuses the request, or does not answer.
+        """
         label = self.session.label_subject(self.subject)
         found = self.session.request_json(self.path, dict(self.body), label, self.advice)
         kind = next(
@@ -132,12 +153,7 @@ class VendedCredentials:
         is_whole = isinstance(expires, int) and not isinstance(expires, bool)
         if expires is None or not is_whole or not 0 < expires < _MAX_EXPIRY_MILLISECONDS:
             raise ValueError(f"{label} has credentials without the time of their expiry")
-        values["expires"] = expires / _MILLISECONDS_PER_SECOND
-        life = max(values["expires"] - time.time(), 0.0)
-        shared_seconds = min(_MAX_SHARED_SECONDS, life * _SHARED_LIFE_PART)
-        grant = CredentialGrant(values, time.monotonic() + shared_seconds)
-        _NEWEST_GRANTS[self] = grant
-        return grant
+        return {**values, "expires": expires / _MILLISECONDS_PER_SECOND}
 
     def _shared_grant(self) -> CredentialGrant | None:
         grant = _NEWEST_GRANTS.get(self)

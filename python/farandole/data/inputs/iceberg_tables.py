@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 from farandole._native import store as native
+from farandole.data.inputs.catalog_names import table_at_location
 from farandole.data.inputs.iceberg_credentials import use_vended_credentials
 from farandole.data.inputs.iceberg_deletes import DeleteFiles
 from farandole.data.inputs.iceberg_values import (
@@ -104,7 +105,7 @@ def iceberg_snapshot(
         raise ValueError(f"{name} has no snapshot: nothing has been written to it")
     files = tuple(_data_files(table, snapshot, schema, columns, name))
     refuse_local_files(name, location, files)
-    if has_vended_credentials:
+    if has_vended_credentials or table_at_location(location) is not None:
         refuse_files_elsewhere(name, location, files)
     version_parts = [table.location(), metadata.table_uuid, snapshot.snapshot_id, schema.schema_id]
     chosen = "" if names is None else f" {' '.join(sorted(names))}"

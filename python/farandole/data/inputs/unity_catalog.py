@@ -123,7 +123,7 @@ def register_table(name: str, storage_options: Mapping[str, Any] | None) -> Any:
     if table.data_format == ICEBERG_FORMAT:
         from farandole.data.inputs.unity_iceberg import load_iceberg_table  # noqa: PLC0415 - few tables
 
-        return load_iceberg_table(table, storage_options)
+        return load_iceberg_table(table, _PERMISSION_ADVICE, storage_options)
     credentials = table.credentials
     # Here an error has all its words; of an error in a renewal, the native store shows the type.
     credentials.request_grant()
