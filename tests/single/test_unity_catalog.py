@@ -63,7 +63,16 @@ def test_a_name_is_one_with_the_scheme_or_in_the_environment_of_databricks(
     assert table_name_of_path(NAME) is None
     monkeypatch.setenv("DATABRICKS_HOST", "https://a.cloud.databricks.com")
     assert table_name_of_path(NAME) == NAME
-    for path in ("a.b", "a.b.c.d", "/a.b.c", "a/b.c.d", "data.2024.parquet", "a.b.*", "s3://a.b.c", "uc://a.b.c/d"):
+    for path in (
+        "a.b",
+        "a.b.c.d",
+        "/a.b.c",
+        "a/b.c.d",
+        "data.2024.parquet",
+        "a.b.*",
+        "s3://a.b.c",
+        "uc://a.b.c/d",
+    ):
         assert table_name_of_path(path) is None, path
     (tmp_path / NAME).mkdir()
     assert table_name_of_path(NAME) is None, "a directory has this name"

@@ -8,7 +8,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from farandole.data.inputs.catalog_names import resolve_source_options, table_at_location
-from farandole.data.inputs.delta_tables import delta_snapshot, is_delta_table, open_delta_table
+from farandole.data.inputs.delta_tables import delta_snapshot, is_delta_table, read_delta_table
 from farandole.data.inputs.iceberg_tables import (
     iceberg_snapshot,
     is_iceberg_table,
@@ -131,10 +131,12 @@ def open_if_table(
             raise ValueError(f"{source.name} is at version {source.version} already")
         return source
     if is_delta_table(source):
-        table = source
-        if version is not None or moment is not None:
-            table = open_delta_table(source.table_uri, version, moment)
-        return delta_snapshot(table)
+        is_other = version is not None or moment is not None
+        return (
+            read_delta_table(source.table_uri, version, moment)
+            if is_other
+            else delta_snapshot(source)
+        )
     if is_iceberg_table(source):
         return iceberg_snapshot(source, version, moment)
     given = source if isinstance(source, list | tuple) else [source]
@@ -155,20 +157,19 @@ def open_if_table(
 def _open_table_in_directory(
     path: str, version: int | None, moment: dt.datetime | None
 ) -> TableSnapshot | None:
-    delta = open_delta_table(path, version, moment)
-    iceberg = open_iceberg_table(path) if delta is None else None
+    snapshot = read_delta_table(path, version, moment)
+    iceberg = open_iceberg_table(path) if snapshot is None else None
     in_catalog = table_at_location(path)
     if in_catalog is not None:
         # A Delta table without its log would be read with its deleted rows.
-        found = "DELTA" if delta is not None else "PARQUET" if iceberg is None else "ICEBERG"
+        found = "DELTA" if snapshot is not None else "PARQUET" if iceberg is None else "ICEBERG"
         if found != in_catalog.data_format:
             raise ValueError(
                 f"{in_catalog.label} has the format {in_catalog.data_format} in the catalog, and "
                 f"its directory the format {found}: {path}"
             )
-    if delta is None:
+    if snapshot is None:
         return None if iceberg is None else iceberg_snapshot(iceberg, version, moment)
-    snapshot = delta_snapshot(delta)
     if in_catalog is not None:
         refuse_files_elsewhere(in_catalog.label, snapshot.location, snapshot.files)
     return snapshot
