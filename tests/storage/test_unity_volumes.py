@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tests.pages import blocks_of
 from tests.storage.conftest import KEY_LIFE_SECONDS
 from tests.unity_catalog_server import TOKEN
 
@@ -187,6 +188,15 @@ def test_data_in_a_store_of_this_process_is_read_with_the_credentials_of_the_sto
         inside = data.train_url.replace(volume, f"uc://{NAME}")
         assert sum(len(batch["row"]) for batch in ParquetLoader(inside, 7)) == ROWS
     assert catalog.operations == ["WRITE_VOLUME"]
+
+
+def test_the_block_of_the_page_opens_a_store(
+    volume: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = blocks_of("docs/databricks.md")
+    (block,) = [block for block in page if block.kind == "python" and NAME in block.text]
+    exec(compile(block.text, str(block), "exec"), {})
+    assert capsys.readouterr().out == f"{volume}/farandole\n"
 
 
 @pytest.mark.parametrize(
