@@ -34,6 +34,7 @@ class UnityCatalogServer(ThreadingHTTPServer):
         iceberg_tables: answers of the REST catalog of Iceberg by the names of tables; without
             credentials.
         iceberg_path: path of the REST catalog of Iceberg.
+        has_storage_credentials: whether an Iceberg table has them in a list by prefixes.
         iceberg_credentials: returns the properties with credentials of an Iceberg table.
         credentials: returns the answer to a request for the credentials of a table or volume.
         operations: operations for which credentials were given out.
@@ -53,6 +54,7 @@ class UnityCatalogServer(ThreadingHTTPServer):
         self.iceberg_tables: dict[str, dict[str, Any]] = {}
         self.iceberg_path = f"{API}/iceberg-rest"
         self.iceberg_credentials: Callable[[], dict[str, str]] = dict
+        self.has_storage_credentials = False
         self.operations: list[str] = []
         self.credentials: Callable[[str], dict[str, Any]] = lambda _: {}
         self.answers: list[tuple[int, bytes, dict[str, str]]] = []
@@ -177,7 +179,13 @@ class _CatalogRequest(BaseHTTPRequestHandler):
             message = f"no such path, with {self.headers.get('Authorization')}: {path}"
             return 404, {"error": {"message": message, "type": "NoSuchTable", "code": 404}}
         is_vended = self.headers.get("X-Iceberg-Access-Delegation") == "vended-credentials"
-        return 200, {**answer, "config": self.server.iceberg_credentials() if is_vended else {}}
+        config = self.server.iceberg_credentials() if is_vended else {}
+        if not self.server.has_storage_credentials:
+            return 200, {**answer, "config": config}
+        wrong = dict.fromkeys(config, "wrong")
+        given = [(answer["metadata"]["location"], config), ("s3://", wrong), ("s3://b/x", wrong)]
+        listed = [{"prefix": prefix, "config": properties} for prefix, properties in given]
+        return 200, {**answer, "config": {}, "storage-credentials": listed}
 
     def log_message(self, *_: Any) -> None:
         """Prints nothing."""

@@ -90,6 +90,7 @@ def test_a_loader_reads_a_table_and_renews_its_credentials(
     path: str,
 ) -> None:
     server.iceberg_path = f"{API}/{path}"
+    server.has_storage_credentials = path == "iceberg"
     monkeypatch.delenv("AWS_ENDPOINT_URL")
     monkeypatch.delenv("AWS_REGION")
     loader = ParquetLoader(TABLE, 7, seed=1)

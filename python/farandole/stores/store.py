@@ -84,10 +84,8 @@ class Store:
 
             where = VolumePath.parse(prefix_path)
             if where is not None:
-                # The mount of the volume has the same name of a checkpoint.
-                named = {"checkpoint_filename": DBFSLocalStore.CHECKPOINT}
-                named |= dict(zip(_ARGUMENTS_AFTER_PREFIX, args, strict=False))
-                return open_volume_store(where, **(named | kwargs))
+                given: dict[str, Any] = dict(zip(_ARGUMENTS_AFTER_PREFIX, args, strict=False))
+                return open_volume_store(where, **(given | kwargs))
             return DBFSLocalStore(prefix_path, *args, **kwargs)
         return FilesystemStore(prefix_path, *args, **kwargs)
 

@@ -160,7 +160,8 @@ def open_volume_store(
             of the volume.
         OSError: The catalog refuses a request, or does not answer.
     """
-    from farandole.stores.service_stores import ObjectStore  # noqa: PLC0415 - it derives from Store
+    from farandole.stores.databricks import DBFSLocalStore  # noqa: PLC0415 - derives from Store
+    from farandole.stores.service_stores import ObjectStore  # noqa: PLC0415
 
     inside: dict[str, VolumePath] = {}
     for name in _STORE_PATH_ARGUMENTS:
@@ -169,8 +170,8 @@ def open_volume_store(
             where = VolumePath.parse(path)
             if where is None or where.volume != prefix.volume:
                 raise ValueError(
-                    f"{name} is not in {prefix.subject} of the store, for which its credentials "
-                    f"are: {path}"
+                    f"{name} is not in {prefix.subject}, and the credentials of the store hold for "
+                    f"this volume alone: {path}"
                 )
             inside[name] = where
     volume = CatalogVolume.find_volume(prefix)
@@ -179,6 +180,8 @@ def open_volume_store(
     credentials.request_grant()
     options = vended_storage_options(credentials, volume.location, dict(storage_options or {}))
     urls = {name: volume.url_of_path(where.path) for name, where in inside.items()}
+    # As through the mount of the volume.
+    urls["checkpoint_filename"] = arguments.get("checkpoint_filename") or DBFSLocalStore.CHECKPOINT
     return ObjectStore(
         volume.url_of_path(prefix.path), storage_options=options, **{**arguments, **urls}
     )
@@ -205,7 +208,7 @@ def register_volume_path(where: VolumePath, storage_options: Mapping[str, Any] |
     credentials = volume.credentials("READ_VOLUME")
     credentials.request_grant()
     options = vended_storage_options(credentials, volume.location, dict(storage_options or {}))
-    # Options of the volume: those of a store below it have precedence.
+    # Options of the volume: the options of a store below it have precedence.
     StorageOptions((volume.location,), options).apply_to_process()
     return url
 

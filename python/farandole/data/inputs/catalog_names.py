@@ -111,8 +111,8 @@ def table_name_of_path(path: str) -> str | None:
 def resolve_source_options(source: Any, storage_options: Mapping[str, Any] | None = None) -> Any:
     """Returns a source with locations in the place of names of Unity Catalog, and puts the options
     of its paths in force in this process. For a name, this asks the catalog, and registers
-    credentials for the location. Without options, those of a store of this process are used if a
-    path is in the store.
+    credentials for the location. Without options, a path in a store of this process is read with
+    the options of the store.
 
     Args:
         source: A path, URL or name of a table, or a list of paths and URLs, or of one name; any

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
 """Iceberg tables of Unity Catalog by name: its REST catalog of Iceberg sends the metadata of a
-table and temporary credentials for its files. The requests are those of a `CatalogSession`, so that
+table and temporary credentials for its files. A `CatalogSession` makes the requests, so that
 the token goes to the workspace alone; pyiceberg reads the metadata and the manifests.
 """
 
@@ -200,17 +200,14 @@ def _section(answer: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _properties_in_answer(answer: dict[str, Any]) -> dict[str, Any]:
     """Returns the properties with which the files of a table are read."""
-    location = answer.get("metadata-location")
-    config = dict(_section(answer, "config"))
-    given = answer.get("storage-credentials")
-    best = ""
+    location, config = str(answer.get("metadata-location")), _section(answer, "config")
+    given, best = answer.get("storage-credentials"), ""
+    chosen: dict[str, Any] = {}
     for entry in given if isinstance(given, list) else []:
-        prefix = entry.get("prefix") if isinstance(entry, dict) else None
-        is_match = isinstance(prefix, str) and isinstance(location, str)
-        if is_match and location.startswith(prefix) and len(prefix) > len(best):
-            best = prefix
-            config = {**_section(answer, "config"), **_section(entry, "config")}
-    return config
+        prefix = str(entry.get("prefix") or "") if isinstance(entry, dict) else ""
+        if location.startswith(prefix) and len(prefix) > len(best):
+            best, chosen = prefix, _section(entry, "config")
+    return config | chosen
 
 
 def _credentials_in_answer(answer: dict[str, Any], label: str) -> dict[str, Any]:
