@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Delta tables of Unity Catalog on Google Cloud Storage: their tokens expire while the tables are
-read.
+"""Delta tables and volumes of Unity Catalog on Google Cloud Storage: their tokens expire while they
+are used.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from tests.unity_catalog_server import TOKEN, running_catalog
 from farandole._native import store as native
 from farandole.data import ParquetLoader, open_table
 from farandole.data.inputs.delta_log_copies import hold_log_copy
+from farandole.spark.common import Store
 from farandole.stores.store_options import StorageOptions
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 deltalake = pytest.importorskip("deltalake", reason="deltalake is not installed")
 
 NAME = "main.sales.clicks"
+VOLUME = "main.default.files"
 ROWS, FILES = 60, 6
 LIFE_SECONDS = 1.5
 DIGITS = "0123456789"
@@ -73,6 +75,7 @@ def options(
             monkeypatch.setenv("DATABRICKS_TOKEN", TOKEN)
             server.credentials = give_credentials
             server.add_table(NAME, f"gs://bucket/{prefix}/clicks")
+            server.add_volume(VOLUME, f"gs://bucket/{prefix}/volume")
             yield {"endpoint_url": f"http://127.0.0.1:{front.port}"}
     finally:
         front.close()
@@ -156,6 +159,16 @@ def test_a_table_is_read_with_tokens_that_expire(
     for name in ("DATABRICKS_HOST", "DATABRICKS_TOKEN"):
         monkeypatch.delenv(name)
     assert epoch_in_new_process(data, 2 * LIFE_SECONDS) == list(range(ROWS))
+
+
+def test_a_store_in_a_volume_outlives_its_token(options: dict[str, str], prefix: str) -> None:
+    store: Any = Store.create(f"uc://{VOLUME}/a", storage_options=options)
+    assert store.prefix_path == f"gs://bucket/{prefix}/volume/a"
+    store.check_writable()
+    for number in range(3):
+        store.write_text(f"{store.prefix_path}/{number}", "text")
+        time.sleep(LIFE_SECONDS)
+        assert store.read(f"{store.prefix_path}/{number}") == b"text"
 
 
 def test_a_table_is_opened_at_versions_before_and_after_its_checkpoint(

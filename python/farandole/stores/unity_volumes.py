@@ -181,10 +181,9 @@ def open_volume_store(
     options = vended_storage_options(credentials, volume.location, dict(storage_options or {}))
     urls = {name: volume.url_of_path(where.path) for name, where in inside.items()}
     # As through the mount of the volume.
-    urls["checkpoint_filename"] = arguments.get("checkpoint_filename") or DBFSLocalStore.CHECKPOINT
-    return ObjectStore(
-        volume.url_of_path(prefix.path), storage_options=options, **{**arguments, **urls}
-    )
+    filename = arguments.get("checkpoint_filename") or DBFSLocalStore.CHECKPOINT
+    named = {**arguments, **urls, "checkpoint_filename": filename}
+    return ObjectStore(volume.url_of_path(prefix.path), storage_options=options, **named)
 
 
 def register_volume_path(where: VolumePath, storage_options: Mapping[str, Any] | None) -> str:

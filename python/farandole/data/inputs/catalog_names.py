@@ -124,7 +124,7 @@ def resolve_source_options(source: Any, storage_options: Mapping[str, Any] | Non
         the other value.
 
     Raises:
-        TypeError: Options for a source without a path.
+        TypeError: Options for a source without a path, or credentials for a name.
         ValueError: A name without three parts or among other sources, no token or secret, or a
             table that is not read.
         OSError: The catalog refuses a request, or does not answer.

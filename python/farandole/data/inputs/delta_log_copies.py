@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from farandole._native import store as native
 from farandole.common.scratch_directories import temporary_directory
+from farandole.stores.durable_writes import read_if_present
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -77,11 +78,11 @@ def copy_deletion_vectors(url: str, directory: Path) -> None:
 
 def _last_checkpoint_version(store: native.Store) -> int:
     """Returns the version of the newest checkpoint that the log names; 0 without one."""
-    path = f"{LOG_DIRECTORY}/{_LAST_CHECKPOINT_NAME}"
-    if not store.exists(path):
+    text = read_if_present(store, f"{LOG_DIRECTORY}/{_LAST_CHECKPOINT_NAME}")
+    if text is None:
         return 0
     try:
-        found = json.loads(store.read(path))["version"]
+        found = json.loads(text)["version"]
     except (ValueError, KeyError, TypeError):
         return 0
     return found if isinstance(found, int) else 0
