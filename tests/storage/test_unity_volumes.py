@@ -6,9 +6,11 @@ expire, and are revoked, while a fit uses them.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import subprocess
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,8 @@ from farandole.data import ParquetLoader, prepare_data
 from farandole.spark.common import LocalBackend, Store
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tests.storage.credential_front import CredentialFront
     from tests.unity_catalog_server import UnityCatalogServer
 
@@ -115,10 +119,9 @@ def test_a_fit_runs_in_a_volume_whose_credentials_are_revoked(
 
     front.life = 2.5
     store = Store.create(f"uc://{NAME}/farandole")
-    front.revoke_all()
     prepared = prepare_data(training_rows(), store, feature_cols=["x"], label_cols=["y"])
     model = torch.nn.Linear(1, 1)
-    with prepared:
+    with prepared, revoke_keys_now_and_then(front):
         fitted = TorchEstimator(
             model=model,
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
@@ -141,7 +144,26 @@ def test_a_fit_runs_in_a_volume_whose_credentials_are_revoked(
     assert TOKEN.encode() not in data
     assert b"hidden" not in data, "no file of the store has a token or key"
     assert front.granted >= 6, "the driver and each rank have requested them several times"
+    assert front.refused > 0, "keys were refused while they were in use"
     assert set(catalog.operations) == {"WRITE_VOLUME"}
+
+
+@contextlib.contextmanager
+def revoke_keys_now_and_then(front: CredentialFront) -> Iterator[None]:
+    """Revokes all keys again and again while the context lasts."""
+    is_done = threading.Event()
+
+    def revoke_keys() -> None:
+        while not is_done.wait(1.9):
+            front.revoke_all()
+
+    thread = threading.Thread(target=revoke_keys)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        thread.join()
 
 
 def wait_and_return(batch: Any) -> Any:
