@@ -111,12 +111,16 @@ def test_another_process_needs_no_environment_and_no_text_shows_a_secret(
 
 
 def test_a_fit_runs_in_a_volume_whose_credentials_are_revoked(
-    volume: str, catalog: UnityCatalogServer, front: CredentialFront, tmp_path: Any
+    volume: str,
+    catalog: UnityCatalogServer,
+    front: CredentialFront,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import torch
 
     from farandole.spark.torch import TorchEstimator
 
+    monkeypatch.setenv("FARANDOLE_STORE_TIMEOUT", "60")  # this process has the service, too
     front.life = 2.5
     store = Store.create(f"uc://{NAME}/farandole")
     prepared = prepare_data(training_rows(), store, feature_cols=["x"], label_cols=["y"])
