@@ -38,6 +38,7 @@ class UnityCatalogServer(ThreadingHTTPServer):
         iceberg_credentials: returns the properties with credentials of an Iceberg table.
         credentials: returns the answer to a request for the credentials of a table or volume.
         operations: operations for which credentials were given out.
+        refused_operations: operations for which the user of the token has no permission.
         answers: status and body of the next answers, instead of the right ones.
         requests: methods and paths of all requests.
         sign_ins: number of tokens that clients got.
@@ -56,6 +57,7 @@ class UnityCatalogServer(ThreadingHTTPServer):
         self.iceberg_credentials: Callable[[], dict[str, str]] = dict
         self.has_storage_credentials = False
         self.operations: list[str] = []
+        self.refused_operations: set[str] = set()
         self.credentials: Callable[[str], dict[str, Any]] = lambda _: {}
         self.answers: list[tuple[int, bytes, dict[str, str]]] = []
         self.requests: list[str] = []
@@ -165,6 +167,8 @@ class _CatalogRequest(BaseHTTPRequestHandler):
         names = [name for name, found in known.items() if found[field] == asked[field]]
         if not names or asked["operation"] not in operations:
             return 404, {"message": f"nothing has this {field}"}
+        if asked["operation"] in self.server.refused_operations:
+            return 403, {"message": f"User does not have {asked['operation']}"}
         self.server.operations.append(asked["operation"])
         return 200, self.server.credentials(names[0])
 

@@ -8,6 +8,7 @@ store requests again before they expire
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from dataclasses import dataclass
@@ -15,7 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
-from farandole.stores.catalog_requests import HOST_VARIABLE, CatalogSession, read_text_field
+from farandole.stores.catalog_requests import (
+    HOST_VARIABLE,
+    CatalogSession,
+    SignInError,
+    read_text_field,
+)
 from farandole.stores.durable_writes import is_path_present
 from farandole.stores.store_options import (
     StorageOptions,
@@ -25,6 +31,7 @@ from farandole.stores.vended_credentials import (
     API_PATH,
     VendedCredentials,
     check_location,
+    refuse_static_credentials,
     vended_storage_options,
 )
 
@@ -37,14 +44,18 @@ NAME_SCHEME: Final = "uc://"
 _NAME_PART: Final = r"[^./\\:*?\[\s\x00-\x1f\x7f]{1,255}"
 NAME_PATTERN: Final = re.compile(rf"{_NAME_PART}(\.{_NAME_PART}){{2}}")
 _MOUNT_PATTERN: Final = re.compile(
-    rf"(?:file:(?://)?)?/Volumes/({_NAME_PART})/({_NAME_PART})/({_NAME_PART})(?:/(.*))?"
+    rf"(?:dbfs:|file:(?://)?)?/Volumes/({_NAME_PART})/({_NAME_PART})/({_NAME_PART})(?:/(.*))?"
 )
+_ANY_SCHEME_PATTERN: Final = re.compile("uc:/", re.IGNORECASE)
+"""Pattern of the scheme, also as `pathlib` changes it."""
 _MAX_PATH_CHARACTERS: Final = 1024
 _ADVICE: Final = (
     "the user of the token needs READ VOLUME and, for a store, WRITE VOLUME on the volume and "
     "EXTERNAL USE SCHEMA on its schema, and the metastore must allow external data access"
 )
 _STORE_PATH_ARGUMENTS: Final = ("train_path", "val_path", "test_path", "runs_path")
+
+_log = logging.getLogger("farandole")
 
 
 @dataclass(frozen=True)
@@ -75,9 +86,9 @@ class VolumePath:
         Raises:
             ValueError: A name after `uc://` without three parts, or a path that no store can have.
         """
-        if path.startswith(NAME_SCHEME):
+        if _ANY_SCHEME_PATTERN.match(path) is not None:
             name, _, below = path.removeprefix(NAME_SCHEME).partition("/")
-            if NAME_PATTERN.fullmatch(name) is None:
+            if not path.startswith(NAME_SCHEME) or NAME_PATTERN.fullmatch(name) is None:
                 raise ValueError(
                     "a path in a volume of Unity Catalog is uc://catalog.schema.volume/path: "
                     f"{path}"
@@ -156,6 +167,7 @@ def open_volume_store(
         **arguments: Further arguments of `AbstractFilesystemStore`. Paths are in the same volume.
 
     Raises:
+        TypeError: Options with credentials.
         ValueError: No token or secret, a volume at a location that is not used, or a path outside
             of the volume.
         OSError: The catalog refuses a request, or does not answer.
@@ -174,10 +186,9 @@ def open_volume_store(
                     f"this volume alone: {path}"
                 )
             inside[name] = where
+    refuse_static_credentials(prefix.subject, storage_options or {})
     volume = CatalogVolume.find_volume(prefix)
-    credentials = volume.credentials("WRITE_VOLUME")
-    # Here an error has all its words; of an error in a renewal, the native store shows the type.
-    credentials.request_grant()
+    credentials = _request_store_credentials(volume)
     options = vended_storage_options(credentials, volume.location, dict(storage_options or {}))
     urls = {name: volume.url_of_path(where.path) for name, where in inside.items()}
     # As through the mount of the volume.
@@ -186,30 +197,66 @@ def open_volume_store(
     return ObjectStore(volume.url_of_path(prefix.path), storage_options=options, **named)
 
 
-def register_volume_path(where: VolumePath, storage_options: Mapping[str, Any] | None) -> str:
-    """Asks the catalog of the environment for a volume, registers credentials to read its files in
-    this process, and returns the URL of a path in it.
+def _request_store_credentials(volume: CatalogVolume) -> VendedCredentials:
+    """Returns the function that requests credentials to write, or, if the user may not write, to
+    read. It has been called: here an error has all its words, and of an error in a renewal, the
+    native store shows the type.
+    """
+    writing, reading = volume.credentials("WRITE_VOLUME"), volume.credentials("READ_VOLUME")
+    try:
+        writing.request_grant()
+    except SignInError:
+        raise
+    except PermissionError as refusal:
+        try:
+            reading.request_grant()
+        except PermissionError:
+            raise refusal from None
+        _log.warning("the volume %s can be read, and not written: %s", volume.name, refusal)
+        return reading
+    return writing
+
+
+class VolumeReader:
+    """Registers credentials in this process to read files of volumes: once for each volume.
 
     Args:
-        where: The path.
         storage_options: As for `open_volume_store`.
-
-    Raises:
-        ValueError: As for `open_volume_store`.
-        OSError: As for `open_volume_store`.
     """
-    volume = CatalogVolume.find_volume(where)
-    url = volume.url_of_path(where.path)
-    apply_options_covering_url(url)
-    in_force: Any = StorageOptions.function_for_url(url)
-    if not storage_options and in_force == volume.credentials("WRITE_VOLUME"):
-        return url  # of a store of this process
-    credentials = volume.credentials("READ_VOLUME")
-    credentials.request_grant()
-    options = vended_storage_options(credentials, volume.location, dict(storage_options or {}))
-    # Options of the volume: the options of a store below it have precedence.
-    StorageOptions((volume.location,), options).apply_to_process()
-    return url
+
+    def __init__(self, storage_options: Mapping[str, Any] | None) -> None:
+        self._storage_options = dict(storage_options or {})
+        self._volumes: dict[str, CatalogVolume] = {}
+        self._registered: set[str] = set()
+
+    def register_path(self, where: VolumePath) -> str:
+        """Asks the catalog of the environment for a volume, registers credentials to read its
+        files, and returns the URL of a path in it.
+
+        Args:
+            where: The path.
+
+        Raises:
+            TypeError: Options with credentials.
+            ValueError: As for `open_volume_store`.
+            OSError: As for `open_volume_store`.
+        """
+        refuse_static_credentials(where.subject, self._storage_options)
+        volume = self._volumes.get(where.volume) or CatalogVolume.find_volume(where)
+        self._volumes[where.volume] = volume
+        url = volume.url_of_path(where.path)
+        apply_options_covering_url(url)
+        in_force: Any = StorageOptions.function_for_url(url)
+        if not self._storage_options and in_force == volume.credentials("WRITE_VOLUME"):
+            return url  # of a store of this process
+        if where.volume not in self._registered:
+            credentials = volume.credentials("READ_VOLUME")
+            credentials.request_grant()
+            options = vended_storage_options(credentials, volume.location, self._storage_options)
+            # Options of the volume: the options of a store below it have precedence.
+            StorageOptions((volume.location,), options).apply_to_process()
+            self._registered.add(where.volume)
+        return url
 
 
 def _checked_path(below: str, path: str) -> str:

@@ -18,6 +18,8 @@ from farandole.stores.credential_failures import log_first_failure
 from farandole.stores.store_options import CREDENTIALS_OPTION
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from farandole.stores.catalog_requests import CatalogSession
 
 API_PATH: Final = "/api/2.1/unity-catalog"
@@ -29,6 +31,17 @@ _READ_SCHEMES: Final = ("s3", "s3a", "gs", "abfss")
 _MAX_LOCATION_CHARACTERS: Final = 2048
 _REGION_OPTIONS: Final = ("region", "region_name", "aws_region", "aws_default_region")
 _REGION_VARIABLES: Final = ("AWS_REGION", "AWS_DEFAULT_REGION")
+_STATIC_OPTION_PATTERN: Final = re.compile(
+    r"((aws|google|azure)_)?(storage_)?(credentials|connection_string|anon|skip_signature|profile"
+    r"|key|secret|(session_|bearer_)?token|access_key_id|secret_access_key|role_arn"
+    r"|web_identity_token_file|container_credentials_(full|relative)_uri"
+    r"|service_account(_path|_key)?|application_credentials"
+    r"|(account|access|master)_key|sas_(key|token)|(client|tenant|authority)_id|client_secret"
+    r"|federated_token_file|use_azure_cli|authority_host|msi_endpoint|(identity|object)_id)"
+)
+"""Pattern of the names of options with credentials, or by which credentials are found. Beside a
+function of credentials they have no effect, or turn it off.
+"""
 _REGION_PATTERN: Final = re.compile(r"[a-z]{2}(-[a-z]+)+-\d")
 _MILLISECONDS_PER_SECOND: Final = 1e3
 _MAX_EXPIRY_MILLISECONDS: Final = 10**14
@@ -179,11 +192,7 @@ def vended_storage_options(
     Raises:
         TypeError: The user gives credentials.
     """
-    if CREDENTIALS_OPTION in given:
-        raise TypeError(
-            f"the storage option {CREDENTIALS_OPTION!r} cannot be given for {credentials.subject}: "
-            "the catalog gives out its credentials"
-        )
+    refuse_static_credentials(credentials.subject, given)
     options: dict[str, Any] = {CREDENTIALS_OPTION: credentials}
     is_known = any(name in given for name in _REGION_OPTIONS) or any(
         os.environ.get(name) for name in _REGION_VARIABLES
@@ -192,6 +201,26 @@ def vended_storage_options(
         region = _metastore_region(credentials.session)
         options |= {} if region is None else {"region": region}
     return {**options, **given}
+
+
+def refuse_static_credentials(subject: str, given: Mapping[str, Any]) -> None:
+    """Refuses options with credentials, or by which credentials are found.
+
+    Args:
+        subject: The table or volume, for messages.
+        given: Options of the user; nested ones, as fsspec's `client_kwargs`, too.
+
+    Raises:
+        TypeError: There is such an option; the message has its name.
+    """
+    for name, value in given.items():
+        if isinstance(value, dict):
+            refuse_static_credentials(subject, value)
+        elif value not in (None, False) and _STATIC_OPTION_PATTERN.fullmatch(name.lower()):
+            raise TypeError(
+                f"the storage option {name!r} cannot be given for {subject}: the catalog gives "
+                "out its credentials"
+            )
 
 
 def _metastore_region(session: CatalogSession) -> str | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from farandole._native import store as native
 from farandole.stores.catalog_requests import HOST_VARIABLE
 from farandole.stores.durable_writes import is_path_present
-from farandole.stores.unity_volumes import NAME_PATTERN, NAME_SCHEME, VolumePath
+from farandole.stores.unity_volumes import NAME_PATTERN, NAME_SCHEME, VolumePath, VolumeReader
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -143,15 +143,18 @@ def resolve_source_options(source: Any, storage_options: Mapping[str, Any] | Non
     if tables and len(given) > 1:
         raise ValueError(f"a table of Unity Catalog must be the only source: {tables[0]}")
     if tables:
-        found = _find_table(tables[0], storage_options)
+        found: Any = _find_table(tables[0], storage_options)
         return [found] if is_list and isinstance(found, str) else found
     if others:
         return source
-    found = [_apply_path_options(path, storage_options) for path in texts]
+    reader = VolumeReader(storage_options)
+    found = [_apply_path_options(path, storage_options, reader) for path in texts]
     return found if is_list else found[0]
 
 
-def _apply_path_options(path: str, storage_options: Mapping[str, Any] | None) -> str:
+def _apply_path_options(
+    path: str, storage_options: Mapping[str, Any] | None, reader: VolumeReader
+) -> str:
     from farandole.stores.store_options import (  # noqa: PLC0415 - loaded with fsspec
         StorageOptions,
         apply_options_covering_url,
@@ -159,13 +162,14 @@ def _apply_path_options(path: str, storage_options: Mapping[str, Any] | None) ->
 
     volume = VolumePath.parse(path)
     if volume is not None:
-        from farandole.stores.unity_volumes import register_volume_path  # noqa: PLC0415
-
-        return register_volume_path(volume, storage_options)
+        return reader.register_path(volume)
+    url = native.full_path(path)
+    # The location by itself may have another table in the meantime.
+    _TABLES_BY_LOCATION.pop(url.rstrip("/"), None)
     if storage_options:
-        StorageOptions((native.full_path(path),), storage_options).apply_to_process()
+        StorageOptions((url,), storage_options).apply_to_process()
     else:
-        apply_options_covering_url(native.full_path(path))
+        apply_options_covering_url(url)
     return path
 
 

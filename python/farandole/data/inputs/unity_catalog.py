@@ -21,6 +21,7 @@ from farandole.stores.vended_credentials import (
     API_PATH,
     VendedCredentials,
     check_location,
+    refuse_static_credentials,
     shorten_value,
     vended_storage_options,
 )
@@ -116,9 +117,11 @@ def register_table(name: str, storage_options: Mapping[str, Any] | None) -> Any:
 
     Raises:
         ImportError: An Iceberg table, and pyiceberg is not installed.
+        TypeError: Options with credentials.
         ValueError: No token or secret, or a table that is not read.
         OSError: The catalog refuses a request, or does not answer.
     """
+    refuse_static_credentials(f"the table {name}", storage_options or {})
     table = CatalogTable.find_table(CatalogSession.from_environment(f"the table {name}"), name)
     if table.data_format == ICEBERG_FORMAT:
         from farandole.data.inputs.unity_iceberg import load_iceberg_table  # noqa: PLC0415 - few tables
