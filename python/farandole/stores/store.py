@@ -85,8 +85,8 @@ class Store:
             where = VolumePath.parse(prefix_path)
             if where is not None:
                 if len(args) > len(_ARGUMENTS_AFTER_PREFIX):
-                    most = len(_ARGUMENTS_AFTER_PREFIX) + 1
-                    raise TypeError(f"a store takes at most {most} arguments: {1 + len(args)}")
+                    max_count = len(_ARGUMENTS_AFTER_PREFIX) + 1
+                    raise TypeError(f"a store takes at most {max_count} arguments")
                 given: dict[str, Any] = dict(zip(_ARGUMENTS_AFTER_PREFIX, args, strict=False))
                 return open_volume_store(where, **given, **kwargs)
             return DBFSLocalStore(prefix_path, *args, **kwargs)
