@@ -6,6 +6,7 @@ the tables are read.
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from typing import TYPE_CHECKING, Any
@@ -139,8 +140,12 @@ def test_an_endpoint_may_be_given(
     }
     options = {"endpoint_url": f"http://127.0.0.1:{front.port}", "region": "us-east-1"}
     assert open_table(TABLE, storage_options=options).open_dataset().rows == ROWS
-    with pytest.raises(ValueError, match="the storage option 'key' is not known: endpoint_url"):
-        open_table(TABLE, storage_options={"key": "x"})
+    options = {"aws_endpoint_url": options["endpoint_url"], "aws_region": "us-east-1"}
+    wrong = {"s3.endpoint": "http://127.0.0.1:9", "client.region": "xx-wrong-1"}
+    server.iceberg_credentials = lambda: give() | wrong
+    assert open_table(TABLE, storage_options=options).open_dataset().rows == ROWS
+    with pytest.raises(ValueError, match="the storage option 'timeout' is not known: endpoint_url"):
+        open_table(TABLE, storage_options={"timeout": "x"})
 
 
 def test_a_manifest_of_this_host_is_not_read(server: UnityCatalogServer, tmp_path: Any) -> None:
@@ -148,6 +153,33 @@ def test_a_manifest_of_this_host_is_not_read(server: UnityCatalogServer, tmp_pat
         snapshot["manifest-list"] = f"file://{tmp_path}/list.avro"
     with pytest.raises(ValueError, match=r"has a file that is not below its location: file.*list"):
         open_table(TABLE)
+
+
+@pytest.mark.parametrize("content", ["POSITION_DELETES", "EQUALITY_DELETES"])
+@pytest.mark.parametrize("elsewhere", ["file:///etc/deletes", "s3://elsewhere/deletes"])
+def test_a_delete_file_elsewhere_is_refused_before_it_is_read(
+    server: UnityCatalogServer, monkeypatch: pytest.MonkeyPatch, content: str, elsewhere: str
+) -> None:
+    from pyiceberg.manifest import DataFileContent, ManifestFile
+
+    fetch = ManifestFile.fetch_manifest_entry
+
+    def add_delete_file(manifest: Any, *args: Any, **options: Any) -> Any:
+        entries = fetch(manifest, *args, **options)
+        added = copy.deepcopy(entries[0])
+        added.data_file.content = DataFileContent[content]
+        added.data_file.equality_ids = [1]
+        added.data_file.file_path = f"{elsewhere}.parquet"
+        return [*entries, added]
+
+    monkeypatch.setattr(ManifestFile, "fetch_manifest_entry", add_delete_file)
+    reads: list[str] = []
+    monkeypatch.setattr(
+        "farandole.data.inputs.iceberg_deletes._read_parquet", lambda path, _: reads.append(path)
+    )
+    with pytest.raises(ValueError, match=r"not below its location: |a file of this host"):
+        open_table(TABLE)
+    assert reads == []
 
 
 @pytest.mark.parametrize(

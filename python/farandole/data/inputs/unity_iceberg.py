@@ -127,7 +127,7 @@ def load_iceberg_table(
     answer = credentials.load_table()
     values = _credentials_in_answer(answer, table.label)
     credentials.note_grant(values)
-    service = _service_options(answer) | dict(storage_options or {})
+    service = _service_options(answer, storage_options or {})
     options = vended_storage_options(credentials, table.location, service)
     properties = {_S3_PROPERTIES[name]: values[name] for name in _S3_PROPERTIES}
     properties |= {
@@ -233,10 +233,15 @@ def _credentials_in_answer(answer: dict[str, Any], label: str) -> dict[str, Any]
     return values
 
 
-def _service_options(answer: dict[str, Any]) -> dict[str, str]:
+def _service_options(answer: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns endpoint and region of an answer, unless the user gives them by one of their names,
+    and the options of the user.
+    """
     properties = _properties_in_answer(answer)
-    options: dict[str, str] = {}
+    taken = {_SERVICE_OPTIONS[name] for name in given}
+    options: dict[str, Any] = {}
     for option, names in _SERVICE_PROPERTIES.items():
         found = [properties[name] for name in names if isinstance(properties.get(name), str)]
-        options |= {option: found[0]} if found else {}
-    return options
+        if found and _SERVICE_OPTIONS[option] not in taken:
+            options[option] = found[0]
+    return {**options, **given}
