@@ -20,7 +20,7 @@ def count_entries(path: str, *, is_bound: bool) -> int:
     """Entries of a snapshot with a data file in the table, and a delete file at a path."""
     paths = (f"{LOCATION}/0.parquet", path)
     entries = [SimpleNamespace(data_file=SimpleNamespace(file_path=each)) for each in paths]
-    manifest = SimpleNamespace(fetch_manifest_entry=lambda _, discard_deleted: entries)
+    manifest = SimpleNamespace(fetch_manifest_entry=lambda _, **_options: entries)
     snapshot = SimpleNamespace(manifests=lambda _: [manifest])
     table = SimpleNamespace(io=None)
     return len(_manifest_entries(table, snapshot, "the table", LOCATION, is_bound=is_bound))
