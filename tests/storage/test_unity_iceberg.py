@@ -6,7 +6,6 @@ the tables are read.
 
 from __future__ import annotations
 
-import copy
 import json
 import time
 from typing import TYPE_CHECKING, Any
@@ -160,16 +159,30 @@ def test_a_manifest_of_this_host_is_not_read(server: UnityCatalogServer, tmp_pat
 def test_a_delete_file_elsewhere_is_refused_before_it_is_read(
     server: UnityCatalogServer, monkeypatch: pytest.MonkeyPatch, content: str, elsewhere: str
 ) -> None:
-    from pyiceberg.manifest import DataFileContent, ManifestFile
+    from pyiceberg.manifest import DataFile, DataFileContent, ManifestEntry, ManifestFile
 
     fetch = ManifestFile.fetch_manifest_entry
 
     def add_delete_file(manifest: Any, *args: Any, **options: Any) -> Any:
         entries = fetch(manifest, *args, **options)
-        added = copy.deepcopy(entries[0])
-        added.data_file.content = DataFileContent[content]
-        added.data_file.equality_ids = [1]
-        added.data_file.file_path = f"{elsewhere}.parquet"
+        data = entries[0].data_file
+        deletes = DataFile.from_args(
+            content=DataFileContent[content],
+            file_path=f"{elsewhere}.parquet",
+            file_format=data.file_format,
+            partition=data.partition,
+            record_count=1,
+            file_size_in_bytes=100,
+            equality_ids=[1],
+        )
+        deletes.spec_id = data.spec_id
+        added = ManifestEntry.from_args(
+            status=entries[0].status,
+            snapshot_id=entries[0].snapshot_id,
+            sequence_number=entries[0].sequence_number,
+            file_sequence_number=entries[0].sequence_number,
+            data_file=deletes,
+        )
         return [*entries, added]
 
     monkeypatch.setattr(ManifestFile, "fetch_manifest_entry", add_delete_file)
