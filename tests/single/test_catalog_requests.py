@@ -20,9 +20,9 @@ import pytest
 from tests.train_job_operator import write_certificate
 from tests.unity_catalog_server import CLIENT, TOKEN, running_catalog
 
-from farandole.data.inputs import catalog_requests
-from farandole.data.inputs.catalog_requests import CatalogSession
-from farandole.data.inputs.unity_catalog import CatalogTable, TableCredentials
+from farandole.data.inputs.unity_catalog import CatalogTable
+from farandole.stores import catalog_requests
+from farandole.stores.catalog_requests import CatalogSession
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -58,7 +58,7 @@ def client(catalog: UnityCatalogServer, monkeypatch: pytest.MonkeyPatch) -> Unit
 
 def find_table() -> CatalogTable:
     """The table, as the environment finds it."""
-    return CatalogTable.find_table(CatalogSession.from_environment(NAME), NAME)
+    return CatalogTable.find_table(CatalogSession.from_environment(f"the table {NAME}"), NAME)
 
 
 @contextlib.contextmanager
@@ -190,7 +190,7 @@ def test_https_is_used_with_a_known_certificate_alone(
 
 
 def test_a_fork_during_a_sign_in_can_sign_in(client: UnityCatalogServer) -> None:
-    session, table = CatalogSession.from_environment(NAME), find_table()
+    session, table = CatalogSession.from_environment(f"the table {NAME}"), find_table()
     is_asked, is_forked = threading.Event(), threading.Event()
     client.credentials = lambda _: {"gcp_oauth_token": {"oauth_token": "g"}, "expiration_time": 1}
     catalog_requests._OAUTH_TOKENS.clear()
@@ -207,7 +207,7 @@ def test_a_fork_during_a_sign_in_can_sign_in(client: UnityCatalogServer) -> None
     child = os.fork()
     if child == 0:
         try:
-            TableCredentials(table)()
+            table.credentials.request_grant()
             os._exit(0)
         finally:  # this process must not go on with the tests
             os._exit(1)
@@ -279,7 +279,7 @@ def test_an_expiry_that_is_no_time_is_named(catalog: UnityCatalogServer, expiry:
         "expiration_time": expiry,
     }
     with pytest.raises(ValueError, match="without the time of their expiry") as raised:
-        TableCredentials(find_table())()
+        find_table().credentials.request_grant()
     assert LABEL in str(raised.value)
 
 

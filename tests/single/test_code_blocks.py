@@ -25,7 +25,10 @@ EXECUTED: Final[dict[tuple[str, str], dict[str, set[int]]]] = {
         "tests/spark/test_pages.py": {0},
         "tests/parallel/test_guide_pages.py": {1},
     },
-    ("docs/databricks.md", "python"): {"tests/storage/test_unity_catalog.py": {1}},
+    ("docs/databricks.md", "python"): {
+        "tests/storage/test_unity_volumes.py": {1},
+        "tests/storage/test_unity_catalog.py": {2},
+    },
     ("docs/moving.md", "python"): {
         "tests/parallel/test_guide_pages.py": {0},
         "tests/spark/test_pages.py": {1, 2},

@@ -24,8 +24,6 @@ S3_NAMES = {"aws_access_key_id", "aws_secret_access_key"}
 def options_of(url: str) -> set[str]:
     """Names of deltalake's options of a URL whose credentials a function returns."""
     keys = {"key": "k", "secret": "s"} if url.startswith("s3") else {"sas_token": "sig=a"}
-    if url.startswith("gs"):
-        keys = {"token": "hidden"}
     StorageOptions((url,), {"credentials": lambda: {**keys, "expires": 9e9}}).apply_to_process()
     try:
         return set(_delta_storage_options(url, url, {}))
@@ -47,12 +45,6 @@ def test_credentials_of_a_function_have_the_names_of_deltalake(
     url: str, expected: set[str]
 ) -> None:
     assert options_of(url) == expected
-
-
-def test_a_function_for_google_cloud_storage_is_refused_in_its_own_words() -> None:
-    with pytest.raises(ValueError, match="takes no credentials of a function for Google") as raised:
-        options_of("gs://b/t")
-    assert "AWS_PROFILE" not in str(raised.value)
 
 
 def test_a_state_of_another_version_of_a_table_says_how_to_open_it(tmp_path: Path) -> None:

@@ -178,6 +178,8 @@ def test_paths_that_lead_nowhere_or_contradict_each_other_are_refused(tmp_path, 
     made = estimator(tmp_path / "store", linear())
     with pytest.raises(ValueError, match="val_path needs path"):
         made.fit_on_parquet(val_path=str(rows))
+    with pytest.raises(ValueError, match="storage_options needs path"):
+        made.fit_on_parquet(storage_options={"region": "us-east-1"})
     with pytest.raises(ValueError, match="at most one of path and dataset_idx"):
         made.fit_on_parquet(dataset_idx=1, path=str(rows))
     with pytest.raises(ValueError, match="path is an empty list"):

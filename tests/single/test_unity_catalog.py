@@ -17,11 +17,12 @@ import pytest
 from tests.unity_catalog_server import CLIENT, TOKEN, running_catalog
 
 from farandole.data import ParquetLoader, open_table, prepare_data
-from farandole.data.inputs import catalog_requests
-from farandole.data.inputs.catalog_names import resolve_table_names, table_name_of_path
-from farandole.data.inputs.catalog_requests import CatalogSession
+from farandole.data.inputs.catalog_names import resolve_source_options, table_name_of_path
 from farandole.data.inputs.table_snapshot import TableFile, refuse_files_elsewhere
-from farandole.data.inputs.unity_catalog import CatalogTable, TableCredentials
+from farandole.data.inputs.unity_catalog import CatalogTable
+from farandole.stores import catalog_requests
+from farandole.stores.catalog_requests import CatalogSession
+from farandole.stores.vended_credentials import vended_storage_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,7 +51,7 @@ def catalog(monkeypatch: pytest.MonkeyPatch) -> Iterator[UnityCatalogServer]:
 
 def opened_table() -> CatalogTable:
     """The table, as the environment finds it."""
-    return CatalogTable.find_table(CatalogSession.from_environment(NAME), NAME)
+    return CatalogTable.find_table(CatalogSession.from_environment(f"the table {NAME}"), NAME)
 
 
 def test_a_name_is_one_with_the_scheme_or_in_the_environment_of_databricks(
@@ -62,11 +63,20 @@ def test_a_name_is_one_with_the_scheme_or_in_the_environment_of_databricks(
     assert table_name_of_path(NAME) is None
     monkeypatch.setenv("DATABRICKS_HOST", "https://a.cloud.databricks.com")
     assert table_name_of_path(NAME) == NAME
-    for path in ("a.b", "a.b.c.d", "/a.b.c", "a/b.c.d", "data.2024.parquet", "a.b.*", "s3://a.b.c"):
+    for path in (
+        "a.b",
+        "a.b.c.d",
+        "/a.b.c",
+        "a/b.c.d",
+        "data.2024.parquet",
+        "a.b.*",
+        "s3://a.b.c",
+        "uc://a.b.c/d",
+    ):
         assert table_name_of_path(path) is None, path
     (tmp_path / NAME).mkdir()
     assert table_name_of_path(NAME) is None, "a directory has this name"
-    for path in ("uc://a.b", "uc://", "uc://a.b.c/d", "uc://a.b.c d", "uc://a..c"):
+    for path in ("uc://a.b", "uc://", "uc://a.b/c", "uc://a.b.c d", "uc://a..c"):
         with pytest.raises(ValueError, match=r"is uc://catalog\.schema\.table"):
             table_name_of_path(path)
 
@@ -78,18 +88,19 @@ def test_a_table_has_the_location_and_the_credentials_of_the_catalog(
     monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
     table = opened_table()
     assert table.location == "s3://bucket/tables/clicks"
-    options = table.storage_options()
+    options = vended_storage_options(table.credentials, table.location, {})
     assert options["region"] == "eu-west-1", "of the metastore"
     expected = {"key": "id", "secret": "hidden-key", "token": "hidden-t", "expires": EXPIRY / 1000}
     assert options["credentials"]() == expected
     monkeypatch.setenv("AWS_REGION", "us-east-1")
-    assert set(table.storage_options()) == {"credentials"}
+    options = vended_storage_options(table.credentials, table.location, {})
+    assert set(options) == {"credentials"}
     assert [request.split("/")[-1] for request in catalog.requests] == [
         NAME,
         "metastore_summary",
         "temporary-table-credentials",
     ]
-    assert resolve_table_names([f"uc://{NAME}"]) == [table.location]
+    assert resolve_source_options([f"uc://{NAME}"]) == [table.location]
 
 
 @pytest.mark.parametrize("sources", [["uc://m.s.a", "uc://m.s.b"], ["/data", "m.s.a"]])
@@ -128,10 +139,10 @@ def test_a_name_without_its_scheme_that_is_no_table_may_be_a_missing_file(
     with pytest.raises(
         FileNotFoundError, match=r"No file has the name train\.v1\.parquett: because"
     ):
-        resolve_table_names("train.v1.parquett")
+        resolve_source_options("train.v1.parquett")
     monkeypatch.delenv("DATABRICKS_TOKEN")
     with pytest.raises(ValueError, match=r"No file has the name train\.v1\.parquett: because"):
-        resolve_table_names("train.v1.parquett")
+        resolve_source_options("train.v1.parquett")
     long_name = ".".join(["a" * 200] * 3)
     assert table_name_of_path(long_name) == long_name, "too long for a file"
 
@@ -139,7 +150,7 @@ def test_a_name_without_its_scheme_that_is_no_table_may_be_a_missing_file(
 def test_the_first_failure_of_several_to_renew_credentials_is_logged(
     catalog: UnityCatalogServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    function = TableCredentials(opened_table())
+    function = opened_table().credentials
     refusal = (403, f'{{"message": "{TOKEN} lost SELECT"}}'.encode(), {})
     for is_refused in (True, True, False, True):
         catalog.answers = [refusal] if is_refused else []
@@ -180,13 +191,13 @@ def test_credentials_of_other_clouds_have_the_names_of_storage_options(
     catalog: UnityCatalogServer, answer: dict[str, Any], expected: dict[str, str]
 ) -> None:
     catalog.credentials = lambda _: {**answer, "expiration_time": EXPIRY}
-    assert TableCredentials(opened_table())() == {**expected, "expires": EXPIRY / 1000}
+    assert opened_table().credentials() == {**expected, "expires": EXPIRY / 1000}
 
 
 def test_another_process_needs_no_environment_and_no_text_shows_a_secret(
     catalog: UnityCatalogServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    function = TableCredentials(opened_table())
+    function = opened_table().credentials
     assert TOKEN not in repr(function)
     monkeypatch.delenv("DATABRICKS_HOST")
     monkeypatch.delenv("DATABRICKS_TOKEN")
@@ -200,7 +211,7 @@ def test_a_client_signs_in_again_before_its_token_expires(
     monkeypatch.setenv("DATABRICKS_CLIENT_ID", CLIENT[0])
     monkeypatch.setenv("DATABRICKS_CLIENT_SECRET", CLIENT[1])
     monkeypatch.setattr(catalog_requests, "_MIN_TOKEN_SECONDS", 0.0)
-    function = TableCredentials(opened_table())
+    function = opened_table().credentials
     function()
     assert catalog.sign_ins == 1
     catalog_requests._OAUTH_TOKENS.clear()
@@ -259,7 +270,7 @@ def test_an_answer_that_cannot_be_used_names_the_table_and_the_host(
         ({"storage_location": "s3://bucket/" + "a" * 3000}, "location that is not read"),
         ({"storage_location": None}, "no usable field storage_location"),
         ({"table_id": 7}, "no usable field table_id"),
-        ({"data_source_format": "ICEBERG"}, "its format 'ICEBERG'"),
+        ({"data_source_format": "AVRO"}, "its format 'AVRO'"),
         ({"row_filter": {"function_name": "f"}}, "row filter or column masks"),
         ({"columns": [{"name": "a", "mask": {"function_name": "f"}}]}, "row filter or column"),
     ],
@@ -287,7 +298,7 @@ def test_credentials_that_cannot_be_used_are_named(
 ) -> None:
     catalog.credentials = lambda _: answer
     with pytest.raises(ValueError, match=text) as raised:
-        TableCredentials(opened_table())()
+        opened_table().credentials()
     assert "hidden" not in str(raised.value)
 
 

@@ -12,13 +12,18 @@ import time
 import urllib.request
 import uuid
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
+from tests.storage.credential_front import CredentialFront
 from tests.storage.gcs_front import Front
+from tests.unity_catalog_server import TOKEN, running_catalog
 
 ROOT = Path(__file__).parents[2]
 START = 60
 """Seconds a service may take to start."""
+KEY_LIFE_SECONDS = 1.5
+"""Seconds that a key of `front` is valid."""
 
 
 def tool(path, what):
@@ -290,3 +295,38 @@ def s3_options():
 def prefix():
     """A place that no other test uses."""
     return f"t-{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture
+def front(s3_options, monkeypatch):
+    """An S3 service whose keys live shortly, and an environment without keys."""
+    for name in [name for name in os.environ if name.startswith(("AWS_", "DATABRICKS_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("FARANDOLE_STORE_TIMEOUT", "3")
+    proxy = CredentialFront(urlsplit(s3_options["endpoint_url"]).netloc, KEY_LIFE_SECONDS)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture
+def catalog(front, monkeypatch):
+    """A workspace of Unity Catalog that gives out keys of `front`."""
+
+    def give_credentials(_):
+        keys = front.grant()
+        fields = {
+            "access_key_id": keys["AccessKeyId"],
+            "secret_access_key": keys["SecretAccessKey"],
+            "session_token": keys["SessionToken"],
+        }
+        expires = int((time.time() + front.life) * 1000)
+        return {"aws_temp_credentials": fields, "expiration_time": expires}
+
+    with running_catalog() as server:
+        monkeypatch.setenv("DATABRICKS_HOST", server.url)
+        monkeypatch.setenv("DATABRICKS_TOKEN", TOKEN)
+        server.credentials = give_credentials
+        yield server

@@ -7,12 +7,10 @@ tables are read.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import cloudpickle
 import numpy as np
@@ -20,8 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from tests.pages import blocks_of
-from tests.storage.credential_front import CredentialFront
-from tests.unity_catalog_server import TOKEN, running_catalog
+from tests.storage.conftest import KEY_LIFE_SECONDS as LIFE
 
 from farandole._native import store as native
 from farandole.data import ParquetLoader, open_table, prepare_data
@@ -29,51 +26,11 @@ from farandole.stores.filesystem import StoreFileSystem
 from farandole.stores.store_options import StorageOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
+    from tests.storage.credential_front import CredentialFront
     from tests.unity_catalog_server import UnityCatalogServer
 
 ROWS, FILES = 60, 6
-LIFE = 1.5
-"""Seconds that a key is valid."""
 NAME = "main.sales.clicks"
-
-
-@pytest.fixture
-def front(s3_options: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[CredentialFront]:
-    """An S3 service whose keys live shortly, and an environment without keys."""
-    for name in [name for name in os.environ if name.startswith(("AWS_", "DATABRICKS_"))]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("FARANDOLE_STORE_TIMEOUT", "3")
-    proxy = CredentialFront(urlsplit(s3_options["endpoint_url"]).netloc, LIFE)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
-    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
-    yield proxy
-    proxy.close()
-
-
-@pytest.fixture
-def catalog(
-    front: CredentialFront, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[UnityCatalogServer]:
-    """A workspace that gives out keys of the service."""
-
-    def give_credentials(_: str) -> dict[str, Any]:
-        keys = front.grant()
-        fields = {
-            "access_key_id": keys["AccessKeyId"],
-            "secret_access_key": keys["SecretAccessKey"],
-            "session_token": keys["SessionToken"],
-        }
-        expires = int((time.time() + front.life) * 1000)
-        return {"aws_temp_credentials": fields, "expiration_time": expires}
-
-    with running_catalog() as server:
-        monkeypatch.setenv("DATABRICKS_HOST", server.url)
-        monkeypatch.setenv("DATABRICKS_TOKEN", TOKEN)
-        server.credentials = give_credentials
-        yield server
 
 
 @pytest.fixture
@@ -150,13 +107,32 @@ def test_a_loader_reads_a_table_by_its_name_and_renews_its_credentials(
     assert catalog.requests.count(f"GET /api/2.1/unity-catalog/tables/{NAME}") == 1
 
 
-@pytest.mark.parametrize("table", ["PARQUET"], indirect=True)
+@both_formats
 def test_other_options_of_the_location_may_be_given(
-    table: str, front: CredentialFront, monkeypatch: pytest.MonkeyPatch
+    table: str, front: CredentialFront, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     monkeypatch.delenv("AWS_ENDPOINT_URL")
-    options = {"endpoint_url": f"http://127.0.0.1:{front.port}"}
+    monkeypatch.delenv("AWS_REGION")
+    options = {"endpoint_url": f"http://127.0.0.1:{front.port}", "region": "us-east-1"}
     assert read_for(ParquetLoader(table, 7, storage_options=options), 0.2) > 0
+    given: dict[str, Any] = {"label_cols": ["y"], "storage_options": options}
+    with prepare_data(table, str(tmp_path / "store"), **given) as data:
+        assert data.train_rows == ROWS
+    query = "SELECT x, y FROM clicks WHERE row < 10"
+    with prepare_data({"clicks": table}, str(tmp_path / "store"), sql=query, **given) as data:
+        assert data.train_rows == 10
+
+
+@both_formats
+def test_a_table_is_opened_with_one_grant(
+    table: str, catalog: UnityCatalogServer, front: CredentialFront, tmp_path: Any
+) -> None:
+    front.life = 3600.0
+    list(ParquetLoader(table, 7))
+    assert catalog.operations == ["READ"]
+    with prepare_data(table, str(tmp_path / "store"), label_cols=["y"]) as data:
+        assert data.train_rows == ROWS
+    assert catalog.operations == ["READ"] * 2
 
 
 @pytest.mark.parametrize("table", ["PARQUET"], indirect=True)
@@ -232,8 +208,7 @@ def test_the_block_of_the_page_reads_a_table(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     page = blocks_of("docs/databricks.md")
-    (block,) = [block for block in page if block.kind == "python" and block.why_not is None]
-    assert table in block.text
+    (block,) = [block for block in page if block.kind == "python" and table in block.text]
     monkeypatch.chdir(tmp_path)
     exec(compile(block.text, str(block), "exec"), {})
     *batches, rows = capsys.readouterr().out.splitlines()
@@ -253,14 +228,17 @@ def test_a_pickled_loader_needs_no_environment(
 
 @pytest.mark.parametrize("table", ["DELTA"], indirect=True)
 def test_a_table_may_be_opened_at_a_version(table: str, front: CredentialFront) -> None:
-    old = open_table(table, version=1)
+    options = {"endpoint_url": f"http://127.0.0.1:{front.port}"}
+    old = open_table(table, version=1, storage_options=options)
+    with pytest.raises(TypeError, match="storage_options are for paths and names of tables, and"):
+        open_table(old, storage_options=options)
     assert old.open_dataset().rows == 2 * ROWS // FILES
     assert open_table(table).open_dataset().rows == ROWS
 
 
 @both_formats
 def test_the_ranks_of_a_fit_renew_the_credentials(
-    table: str, front: CredentialFront, tmp_path: Any
+    table: str, front: CredentialFront, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
 
@@ -281,7 +259,9 @@ def test_the_ranks_of_a_fit_renew_the_credentials(
         store=Store.create(str(tmp_path / "store")),
         verbose=0,
     )
-    fitted = estimator.fit_on_parquet(path=table)
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    options = {"endpoint_url": f"http://127.0.0.1:{front.port}"}
+    fitted = estimator.fit_on_parquet(path=table, storage_options=options)
     assert len(fitted.getHistory()) == 4
     assert front.granted >= 6, "each rank has requested them several times"
 

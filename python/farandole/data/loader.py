@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import operator
-import os
 import sys
 from contextlib import closing
 from functools import partial
@@ -26,7 +25,7 @@ from farandole.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
 from farandole.data.data_memory_budget import choose_cache_directory, default_byte_budget
 from farandole.data.datasets import open_parquet, refuse_types_for_table
 from farandole.data.encoding_learning import read_encoding
-from farandole.data.inputs.catalog_names import resolve_table_names
+from farandole.data.inputs.catalog_names import resolve_source_options
 from farandole.data.inputs.tables import is_table, open_if_table, open_table
 from farandole.data.loader_arguments import native_reader_types, numeric_fill_by_column
 from farandole.data.row_assignment import RowAssignment, RowPiece, UnassignedRows
@@ -37,6 +36,7 @@ from farandole.data.skipped_columns import (
 )
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
     from farandole.data.inputs.table_snapshot import TableSnapshot
@@ -95,7 +95,8 @@ class ParquetLoader(BaseDataLoader):
                 file, a pattern such as `/data/2024-*/*.parquet`, or a list of files, directories
                 and patterns; a Delta or Iceberg table, by its path, as an object of deltalake or
                 pyiceberg, or at a version that `open_table` chose; a table of Unity Catalog,
-                `uc://catalog.schema.table`; or what `Dataset.open` made.
+                `uc://catalog.schema.table`, or files in a volume, `uc://catalog.schema.volume/path`;
+                or what `Dataset.open` made.
             batch_size: Rows of one batch of this rank.
             columns: Columns to read; default: all numbers, and vectors of one length. Rank 0 logs a
                 warning that names the others. Columns of strings and bytes are read if they are
@@ -180,9 +181,12 @@ class ParquetLoader(BaseDataLoader):
         if is_table(path_or_dataset):
             self._table = open_table(path_or_dataset)
         elif not isinstance(path_or_dataset, Dataset):
-            self._paths = _resolve_paths_and_options(path_or_dataset, storage_options)
-            start_logging_for_urls([self._paths] if isinstance(self._paths, str) else self._paths)
-            self._table = open_if_table(self._paths)
+            found = resolve_source_options(path_or_dataset, storage_options)
+            if not is_table(found):  # as the name of an Iceberg table
+                found = full_path(found) if isinstance(found, str) else list(map(full_path, found))
+                self._paths = found
+                start_logging_for_urls([found] if isinstance(found, str) else found)
+            self._table = open_if_table(found)
         if self._table is not None:
             refuse_types_for_table(self._table, types)
         self._open_dataset(
@@ -611,27 +615,6 @@ class ParquetLoader(BaseDataLoader):
         self._open_dataset(self._paths or url)
         if self.dataset.fingerprint != fingerprint:
             raise ValueError(f"the files have changed since the loader was pickled: {url}")
-
-
-def _resolve_paths_and_options(
-    given: Any,
-    storage_options: Mapping[str, Any] | None,
-) -> str | list[str]:
-    """Returns full paths, and applies the options of their stores."""
-    from farandole.stores import store_options  # noqa: PLC0415 - loaded with fsspec
-
-    is_single = isinstance(given, str | os.PathLike)
-    paths = [os.fspath(path) for path in ((given,) if is_single else given)]
-    found = resolve_table_names(paths, storage_options)
-    urls = [full_path(path) for path in found]
-    # Tables by name have their options, with credentials, already.
-    plain = [url for url, path, own in zip(urls, found, paths, strict=True) if path == own]
-    if storage_options:
-        store_options.StorageOptions(tuple(plain), storage_options).apply_to_process()
-    else:
-        for url in plain:
-            store_options.apply_options_covering_url(url)
-    return urls[0] if is_single else urls
 
 
 def _whole_number(name: str, value: Any, minimum: int = 0) -> int:

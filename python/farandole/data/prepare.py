@@ -140,14 +140,15 @@ def prepare_data(
     threads: int = 2,
     reuse: bool = True,
     statistics: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> PreparedData:
     """Writes rows to a store in the form that training reads fastest, unless this has been done
     before.
 
     Sources, in bounded memory: Parquet, CSV, JSON (one object a line) and Arrow IPC files, by path,
     directory, pattern or a list of paths, in any store; Delta tables (with the extra `delta`);
-    tables of Unity Catalog, `uc://catalog.schema.table`; pyarrow tables and datasets, pandas and
-    polars frames, and anything that streams Arrow.
+    tables of Unity Catalog, `uc://catalog.schema.table`, and files in its volumes; pyarrow tables
+    and datasets, pandas and polars frames, and anything that streams Arrow.
     Directories named `column=value` are columns.
 
     The data stays in the store until `Store.gc` deletes it. Estimators train on it by
@@ -196,6 +197,9 @@ def prepare_data(
         reuse: Whether data that was prepared before may be used.
         statistics: Whether the result has statistics of features and labels: they take one more
             pass and are stored with the data.
+        storage_options: Credentials and endpoints of the source's paths, as for a store; default:
+            the options of a store of this process with the same location, else the provider's
+            environment. The store has options of its own.
 
     Returns:
         The prepared data, with its places. This process holds it until `release`, or its end.
@@ -210,10 +214,13 @@ def prepare_data(
     from farandole.stores.store import Store  # noqa: PLC0415 - loaded with fsspec
 
     target = Store.create(os.fspath(store)) if isinstance(store, str | os.PathLike) else store
-    if sql is None:
-        opened = open_source(source, format=format, types=types, options=options)
-    else:
-        opened = query_source(source, sql, format=format, types=types, options=options)
+    reading: dict[str, Any] = {
+        "format": format,
+        "types": types,
+        "options": options,
+        "storage_options": storage_options,
+    }
+    opened = open_source(source, **reading) if sql is None else query_source(source, sql, **reading)
     roles = resolve_column_roles(opened, feature_cols, label_cols, sample_weight_col, validation)
     spec = {
         **native_writer_spec(roles, seed, fill, allow_nan=allow_nan),

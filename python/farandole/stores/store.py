@@ -43,6 +43,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger("farandole")
 _URL_SECRET_PATTERN = re.compile(r"://[^/@]*:[^/@]*@|[?&](sig|X-Amz-Signature)=")
 _PATH_ARGUMENTS = ("prefix_path", "train_path", "val_path", "test_path", "runs_path")
+_ARGUMENTS_AFTER_PREFIX = (
+    *_PATH_ARGUMENTS[1:],
+    "save_runs",
+    "storage_options",
+    "checkpoint_filename",
+)
 _SCHEME_PATTERN = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*):(?=/)")
 
 
@@ -55,13 +61,15 @@ class Store:
 
         Args:
             prefix_path: `/data/farandole`, `file:///data/farandole`, `dbfs:/farandole`,
-                `/Volumes/main/x`, `hdfs://node:8020/farandole`, `s3://bucket/farandole`,
-                `gs://...`, `abfss://...`, `az://...`, `memory://...`.
+                `/Volumes/main/x`, `uc://catalog.schema.volume/farandole`,
+                `hdfs://node:8020/farandole`, `s3://bucket/farandole`, `gs://...`, `abfss://...`,
+                `az://...`, `memory://...`.
             *args: handed to the store's class.
             **kwargs: handed to the store's class.
 
         Raises:
-            ValueError: the URL's scheme is not supported.
+            ValueError: the URL's scheme is not supported; or no token for Unity Catalog.
+            OSError: Unity Catalog refuses a request, or does not answer.
         """
         from farandole.stores.databricks import DBFSLocalStore  # noqa: PLC0415 - they derive from this class
         from farandole.stores.service_stores import HDFSStore, ObjectStore  # noqa: PLC0415
@@ -71,7 +79,16 @@ class Store:
             return HDFSStore(prefix_path, *args, **kwargs)
         if kind in ObjectStore.SCHEMES:
             return ObjectStore(prefix_path, *args, **kwargs)
-        if DBFSLocalStore.matches(prefix_path):
+        if kind == "uc" or DBFSLocalStore.matches(prefix_path):
+            from farandole.stores.unity_volumes import VolumePath, open_volume_store  # noqa: PLC0415
+
+            where = VolumePath.parse(prefix_path)
+            if where is not None:
+                if len(args) > len(_ARGUMENTS_AFTER_PREFIX):
+                    max_count = len(_ARGUMENTS_AFTER_PREFIX) + 1
+                    raise TypeError(f"a store takes at most {max_count} arguments")
+                given: dict[str, Any] = dict(zip(_ARGUMENTS_AFTER_PREFIX, args, strict=False))
+                return open_volume_store(where, **given, **kwargs)
             return DBFSLocalStore(prefix_path, *args, **kwargs)
         return FilesystemStore(prefix_path, *args, **kwargs)
 

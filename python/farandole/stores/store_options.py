@@ -121,6 +121,16 @@ class StorageOptions:
             options[CREDENTIALS_OPTION] = _CREDENTIAL_FUNCTIONS[name]
         return cls((url,), options)
 
+    @staticmethod
+    def function_for_url(url: str) -> Callable[[], Any] | None:
+        """Returns the function that returns credentials for a URL in this process, if there is one.
+
+        Args:
+            url: URL of a file or directory.
+        """
+        name = native.configured_options(url).get(CREDENTIALS_OPTION, "")
+        return _CREDENTIAL_FUNCTIONS.get(name)
+
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state with the function that returns credentials, if there is one."""
         state = dict(self.__dict__)
@@ -184,12 +194,15 @@ def apply_options_covering_url(url: str) -> None:
 def request_credentials(url: str) -> dict[str, str]:
     """Returns the present credentials of the function in the options of a URL; empty without one.
 
+    A function with a method `present_credentials` may return those that the native store has.
+
     Args:
         url: URL of a file or directory.
     """
-    name = native.configured_options(url).get(CREDENTIALS_OPTION, "")
-    function = _CREDENTIAL_FUNCTIONS.get(name)
-    return {} if function is None else _credentials_as_texts(function())
+    function = StorageOptions.function_for_url(url)
+    if function is None:
+        return {}
+    return _credentials_as_texts(getattr(function, "present_credentials", function)())
 
 
 def _require_bucket_in_url(url: str) -> None:

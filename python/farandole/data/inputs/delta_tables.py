@@ -11,6 +11,11 @@ from urllib.parse import unquote
 import numpy as np
 
 from farandole._native import store as native
+from farandole.data.inputs.delta_log_copies import (
+    LOG_DIRECTORY,
+    copy_deletion_vectors,
+    hold_log_copy,
+)
 from farandole.data.inputs.optional_package_types import is_instance_by_name
 from farandole.data.inputs.table_snapshot import (
     FIELD_ID_KEY,
@@ -23,6 +28,11 @@ from farandole.data.inputs.table_snapshot import (
     refuse_local_files,
 )
 from farandole.data.lazy_pyarrow import pa
+from farandole.stores.store_options import (
+    CREDENTIALS_OPTION,
+    StorageOptions,
+    request_credentials,
+)
 
 if TYPE_CHECKING:
     import datetime as dt
@@ -83,9 +93,9 @@ def is_delta_table(value: Any) -> bool:
     return is_instance_by_name(value, "deltalake", "DeltaTable")
 
 
-def open_delta_table(
+def read_delta_table(
     path: str, version: int | None = None, timestamp: dt.datetime | str | None = None
-) -> Any:
+) -> TableSnapshot | None:
     """Returns the Delta table in a directory, read by its log; `None` where there is none.
 
     Args:
@@ -95,24 +105,45 @@ def open_delta_table(
 
     Raises:
         ImportError: There is one, and deltalake is not installed.
-        ValueError: No such version, or a table that deltalake cannot read.
+        ValueError: No such version, a table that deltalake cannot read, or a feature that is not
+            read; the message names the table.
     """
     directory = native.Store(path)
-    if any(magic in path for magic in "*?[") or not directory.exists("_delta_log"):
+    if any(magic in path for magic in "*?[") or not directory.exists(LOG_DIRECTORY):
         return None
+    if directory.local_path is not None:
+        return delta_snapshot(_load_table(directory.local_path, None, path, version, timestamp))
+    url = directory.url
+    if url.startswith("g") and StorageOptions.function_for_url(url) is not None:
+        return _read_by_log_copy(path, url.rstrip("/"), version, timestamp)
+    options = _delta_storage_options(path, url, native.object_store_options(url))
+    return delta_snapshot(_load_table(url, options, path, version, timestamp))
+
+
+def _read_by_log_copy(
+    path: str, url: str, version: int | None, timestamp: dt.datetime | str | None
+) -> TableSnapshot:
+    is_newest = version is None and timestamp is None
+    with hold_log_copy(url, whole=not is_newest) as copy:
+        table = _load_table(str(copy), None, path, version, timestamp)
+        if "deletionVectors" in (table.protocol().reader_features or ()):
+            copy_deletion_vectors(url, copy)
+        return delta_snapshot(table, url)
+
+
+def _load_table(
+    at: str,
+    options: dict[str, str] | None,
+    path: str,
+    version: int | None,
+    timestamp: dt.datetime | str | None,
+) -> Any:
     try:
         from deltalake import DeltaTable  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ImportError(
             f"{path} is a Delta table, reading it needs deltalake: pip install 'farandole[delta]'"
         ) from error
-    at, options = (
-        (directory.local_path, None)
-        if directory.local_path is not None
-        else (directory.url, native.object_store_options(directory.url))
-    )
-    if options is not None:
-        options = _delta_storage_options(path, directory.url, options)
     try:
         table = DeltaTable(at, version=version, storage_options=options)
         if timestamp is not None:
@@ -129,21 +160,10 @@ def _delta_storage_options(path: str, url: str, options: dict[str, str]) -> dict
     Raises:
         ValueError: There is an option that deltalake does not know.
     """
-    from farandole.stores.store_options import (  # noqa: PLC0415 - loaded with fsspec
-        CREDENTIALS_OPTION,
-        request_credentials,
-    )
-
     given = {name: value for name, value in options.items() if name != CREDENTIALS_OPTION}
     names = _DELTA_CREDENTIAL_NAMES.get(_SERVICES_OF_SCHEMES.get(url[:2], ""), {})
     unknown = sorted({"profile"} & set(given))
     credentials = request_credentials(url)
-    if credentials and url.startswith("g"):
-        raise ValueError(
-            f"{path} is a Delta table, and deltalake, which reads its log, takes no credentials of "
-            "a function for Google Cloud Storage: name the file of a service account as an option, "
-            "or read the table with Spark, and fit on the DataFrame"
-        )
     for name, value in credentials.items():
         if name in names:
             given[names[name]] = value
@@ -168,22 +188,29 @@ def _explain_delta_error(error: Exception, name: str) -> Exception:
     return ValueError(f"{name} cannot be read: {error}")
 
 
-def delta_snapshot(table: Any) -> TableSnapshot:
+def delta_snapshot(table: Any, url: str | None = None) -> TableSnapshot:
     """Returns a table at the version that it has been loaded at.
 
     Args:
         table: Table of deltalake.
+        url: URL of its files, if `table` is a copy of its log.
 
     Raises:
         ValueError: The table has a feature that is not read; the message names both.
     """
-    location = full_file_path("", unquote(table.table_uri)).rstrip("/")
+    read_at = full_file_path("", unquote(table.table_uri)).rstrip("/")
+    location = read_at if url is None else url
     name = f"the Delta table {location}"
     try:
         features = _reader_features(table, name)
         columns = _table_columns(table, features, name)
         actions = pa.table(table.get_add_actions())
-        deleted = _deleted_rows(table, features, name)
+        deleted = {
+            f"{location}{path.removeprefix(read_at)}"
+            if path.startswith(f"{read_at}/")
+            else path: rows
+            for path, rows in _deleted_rows(table, features, name).items()
+        }
     except Exception as error:
         raise _explain_delta_error(error, name) from error
     kinds = {one.name: one.arrow_field.type for one in columns}

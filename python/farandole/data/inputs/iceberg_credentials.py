@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from farandole.data.inputs.credential_failures import log_first_failure
 from farandole.data.inputs.optional_package_types import is_instance_by_name
+from farandole.stores.credential_failures import log_first_failure
 
 _CREDENTIAL_PROPERTIES: Final = {
     "key": "s3.access-key-id",

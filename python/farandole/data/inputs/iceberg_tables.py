@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 from farandole._native import store as native
+from farandole.data.inputs.catalog_names import table_at_location
 from farandole.data.inputs.iceberg_credentials import use_vended_credentials
 from farandole.data.inputs.iceberg_deletes import DeleteFiles
 from farandole.data.inputs.iceberg_values import (
@@ -102,10 +103,9 @@ def iceberg_snapshot(
     )
     if snapshot is None:
         raise ValueError(f"{name} has no snapshot: nothing has been written to it")
-    files = tuple(_data_files(table, snapshot, schema, columns, name))
-    refuse_local_files(name, location, files)
-    if has_vended_credentials:
-        refuse_files_elsewhere(name, location, files)
+    is_bound = has_vended_credentials or table_at_location(location) is not None
+    entries = _manifest_entries(table, snapshot, name, location, is_bound=is_bound)
+    files = tuple(_data_files(table, entries, schema, columns, name))
     version_parts = [table.location(), metadata.table_uuid, snapshot.snapshot_id, schema.schema_id]
     chosen = "" if names is None else f" {' '.join(sorted(names))}"
     return TableSnapshot(
@@ -159,21 +159,48 @@ def parse_timestamp(timestamp: dt.datetime | str) -> dt.datetime:
     return moment if moment.tzinfo is not None else moment.replace(tzinfo=dt.UTC)
 
 
+def _manifest_entries(
+    table: Any, snapshot: Any, name: str, location: str, *, is_bound: bool
+) -> list[Any]:
+    """Returns the entries of the manifests of a snapshot, before one of their files is read.
+
+    Args:
+        table: The table.
+        snapshot: The snapshot.
+        name: Description of the table, for messages.
+        location: Location of the table.
+        is_bound: Whether all files must be below the location.
+
+    Raises:
+        ValueError: A data or delete file that is not below the location, or a file of this host in
+            a table that is elsewhere.
+    """
+    entries = [
+        entry
+        for manifest in snapshot.manifests(table.io)
+        for entry in manifest.fetch_manifest_entry(table.io, discard_deleted=True)
+    ]
+    files = [TableFile(full_file_path("", entry.data_file.file_path)) for entry in entries]
+    refuse_local_files(name, location, files)
+    if is_bound:
+        refuse_files_elsewhere(name, location, files)
+    return entries
+
+
 def _data_files(
-    table: Any, snapshot: Any, schema: Any, columns: tuple[TableColumn, ...], name: str
+    table: Any, entries: list[Any], schema: Any, columns: tuple[TableColumn, ...], name: str
 ) -> list[TableFile]:
     """Returns the data files of a snapshot, sorted by path, with their deleted rows."""
     from pyiceberg.manifest import DataFileContent  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
 
     data, deletes = [], DeleteFiles(table, name)
-    for manifest in snapshot.manifests(table.io):
-        for entry in manifest.fetch_manifest_entry(table.io, discard_deleted=True):
-            file = entry.data_file
-            if file.content == DataFileContent.DATA:
-                require_parquet_format(file, name)
-                data.append(entry)
-            else:
-                deletes.read_delete_file(entry)
+    for entry in entries:
+        file = entry.data_file
+        if file.content == DataFileContent.DATA:
+            require_parquet_format(file, name)
+            data.append(entry)
+        else:
+            deletes.read_delete_file(entry)
     known = {column.field_id: column for column in columns}
     initial = {
         known[field.field_id].name: scalar_of_column_type(

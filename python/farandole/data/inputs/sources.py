@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from farandole.data.inputs.catalog_names import resolve_table_names
+from farandole.data.inputs.catalog_names import resolve_source_options
 from farandole.data.inputs.directory_partitions import (
     common_directory,
     fragment_partition_values,
@@ -72,6 +72,7 @@ def open_source(
     format: str | None = None,  # noqa: A002 - as pyarrow calls it
     types: Mapping[str, Any] | None = None,
     options: Mapping[str, Any] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> RowSource:
     """Opens a source and finds its columns and units.
 
@@ -80,6 +81,7 @@ def open_source(
         format: Format of files.
         types: Types by column, for formats that have none.
         options: Options of CSV and JSON.
+        storage_options: Options of its paths, as for a store.
 
     Returns:
         Its columns and units; nothing but the beginnings or the footers of files has been read.
@@ -90,7 +92,8 @@ def open_source(
         ValueError: Files that cannot be read, or that disagree; the message names the file.
         TypeError: Nothing that holds rows.
     """
-    opened = _open_rows(resolve_table_names(source), format, types, options)
+    found = resolve_source_options(source, storage_options)
+    opened = _open_rows(found, format, types, options)
     if opened is not None:
         return decode_tensors(decode_run_ends(opened))  # types that only Arrow has
     kind = type(source)

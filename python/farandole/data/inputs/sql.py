@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from farandole.data.inputs.catalog_names import resolve_table_names
+from farandole.data.inputs.catalog_names import resolve_source_options
 from farandole.data.inputs.frames import in_memory_table
 from farandole.data.inputs.int96 import check_int96_files, read_int96_as_microseconds
 from farandole.data.inputs.legacy_calendar import refuse_ambiguous_files
@@ -54,6 +54,7 @@ def query_source(
     format: str | None = None,  # noqa: A002 - as pyarrow calls it
     types: Mapping[str, Any] | None = None,
     options: Mapping[str, Any] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> RowSource:
     """Returns the rows of a query on a source.
 
@@ -64,6 +65,7 @@ def query_source(
         format: Format of files.
         types: Types by column, for formats that have none.
         options: Options of CSV and JSON.
+        storage_options: Options of all paths, as for a store.
 
     Returns:
         The query's columns, and one stream of its rows.
@@ -88,7 +90,8 @@ def query_source(
     for name, given_source in (
         source.items() if isinstance(source, Mapping) else [(DEFAULT_TABLE_NAME, source)]
     ):
-        prints.append((name, _register_table(context, name, given_source, format, types, options)))
+        found = resolve_source_options(given_source, storage_options)
+        prints.append((name, _register_table(context, name, found, format, types, options)))
     try:
         frame = context.sql(sql)
         schema = frame.schema()
@@ -119,7 +122,6 @@ def _register_table(
     types: Mapping[str, Any] | None,
     options: Mapping[str, Any] | None,
 ) -> str | None:
-    source = resolve_table_names(source)
     at_version = open_if_table(source)
     if at_version is not None:
         plain = table_as_plain_dataset(at_version)

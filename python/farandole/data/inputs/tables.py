@@ -7,8 +7,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from farandole.data.inputs.catalog_names import resolve_table_names, table_at_location
-from farandole.data.inputs.delta_tables import delta_snapshot, is_delta_table, open_delta_table
+from farandole.data.inputs.catalog_names import resolve_source_options, table_at_location
+from farandole.data.inputs.delta_tables import delta_snapshot, is_delta_table, read_delta_table
 from farandole.data.inputs.iceberg_tables import (
     iceberg_snapshot,
     is_iceberg_table,
@@ -20,7 +20,7 @@ from farandole.data.inputs.table_snapshot import TableSnapshot, refuse_files_els
 
 if TYPE_CHECKING:
     import datetime as dt
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     import pyarrow as pa
 
@@ -74,7 +74,11 @@ def is_table(value: Any) -> bool:
 
 
 def open_table(
-    source: Any, version: int | None = None, timestamp: dt.datetime | str | None = None
+    source: Any,
+    version: int | None = None,
+    timestamp: dt.datetime | str | None = None,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> TableSnapshot:
     """Returns a Delta or Iceberg table at one version.
 
@@ -89,15 +93,18 @@ def open_table(
             newest.
         timestamp: Chooses the newest version that is not younger: a datetime or ISO 8601; without a
             time zone, it is in UTC.
+        storage_options: Credentials and endpoints of a path, as for a store; further options, such
+            as a region or an endpoint, of a name.
 
     Raises:
         ImportError: deltalake or pyiceberg is not installed.
+        TypeError: Options for an object of deltalake or pyiceberg, which has its own.
         ValueError: No table, no such version, or a feature of the table that is not read; the
             message names the table.
     """
     if version is not None and timestamp is not None:
         raise ValueError("at most one of version and timestamp may be given")
-    source = resolve_table_names(source)
+    source = resolve_source_options(source, storage_options)
     found = open_if_table(source, version, timestamp)
     if found is None:
         raise ValueError(f"neither a Delta table nor an Iceberg table: {source}")
@@ -124,10 +131,12 @@ def open_if_table(
             raise ValueError(f"{source.name} is at version {source.version} already")
         return source
     if is_delta_table(source):
-        table = source
-        if version is not None or moment is not None:
-            table = open_delta_table(source.table_uri, version, moment)
-        return delta_snapshot(table)
+        is_other = version is not None or moment is not None
+        return (
+            read_delta_table(source.table_uri, version, moment)
+            if is_other
+            else delta_snapshot(source)
+        )
     if is_iceberg_table(source):
         return iceberg_snapshot(source, version, moment)
     given = source if isinstance(source, list | tuple) else [source]
@@ -148,20 +157,19 @@ def open_if_table(
 def _open_table_in_directory(
     path: str, version: int | None, moment: dt.datetime | None
 ) -> TableSnapshot | None:
-    delta = open_delta_table(path, version, moment)
-    iceberg = open_iceberg_table(path) if delta is None else None
+    snapshot = read_delta_table(path, version, moment)
+    iceberg = open_iceberg_table(path) if snapshot is None else None
     in_catalog = table_at_location(path)
     if in_catalog is not None:
         # A Delta table without its log would be read with its deleted rows.
-        found = "DELTA" if delta is not None else "PARQUET" if iceberg is None else "ICEBERG"
+        found = "DELTA" if snapshot is not None else "PARQUET" if iceberg is None else "ICEBERG"
         if found != in_catalog.data_format:
             raise ValueError(
                 f"{in_catalog.label} has the format {in_catalog.data_format} in the catalog, and "
                 f"its directory the format {found}: {path}"
             )
-    if delta is None:
+    if snapshot is None:
         return None if iceberg is None else iceberg_snapshot(iceberg, version, moment)
-    snapshot = delta_snapshot(delta)
     if in_catalog is not None:
         refuse_files_elsewhere(in_catalog.label, snapshot.location, snapshot.files)
     return snapshot

@@ -168,6 +168,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorHooks, Estimator[Any]):
         path: Paths | None = None,
         val_path: Paths | None = None,
         types: Mapping[str, str] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
         ui: bool = False,
         timeline: str | os.PathLike[str] | bool | None = None,
     ) -> Any:
@@ -184,10 +185,14 @@ class FarandoleEstimator(ClassificationParams, EstimatorHooks, Estimator[Any]):
                 `/data/2024-*/*.parquet`, a directory, or a list of files, directories and patterns;
                 a Delta or Iceberg table, by its path, as an object of deltalake or pyiceberg, or at
                 a version that `farandole.data.open_table` chose; or a table of Unity Catalog,
-                `uc://catalog.schema.table`. All training processes must see the files.
+                `uc://catalog.schema.table`, or files in a volume, `uc://catalog.schema.volume/path`.
+                All training processes must see the files.
             val_path: the same for the validation rows.
             types: types of columns whose values are in names of directories, by NumPy's name or
                 `string`, as for `ParquetLoader`: `{"code": "string"}`. Only with `path`.
+            storage_options: credentials and endpoints of the paths, as for a store; default: the
+                options of a store of this process with the same location, else the provider's
+                environment. They are sent to the training processes. Only with `path`.
             ui: whether to open the run viewer on the store and print its link.
             timeline: file for one timeline of all ranks, with aligned clocks, that opens in
                 Perfetto; `True` keeps it in the run, where the run viewer opens it.
@@ -205,7 +210,9 @@ class FarandoleEstimator(ClassificationParams, EstimatorHooks, Estimator[Any]):
         self._open_viewer(ui)
         with collect_timelines(timeline), mark_param_map_fit(params is not None):
             fitted = self.copy(params) if params else self
-            given = ExistingDataPaths.from_paths(path, val_path, dataset_idx, types)
+            given = ExistingDataPaths.from_paths(
+                path, val_path, dataset_idx, types, storage_options
+            )
             # A subclass's `_fit_on_parquet` may have Horovod's arguments, which have no paths.
             more = () if given is None else (given,)
             return fitted._fit_on_parquet(dataset_idx, *more)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from farandole._native import prepare as native
 from farandole._native.store import Store as NativeStore
 from farandole.data.datasets import is_directory_path
-from farandole.data.inputs.catalog_names import resolve_table_names
+from farandole.data.inputs.catalog_names import resolve_source_options
 from farandole.data.inputs.tables import is_table, open_if_table, open_table
 from farandole.data.loader_arguments import native_reader_types
 from farandole.stores.lease_files import LeaseFile
@@ -56,6 +56,7 @@ class ExistingDataPaths:
         val_path: Paths | None,
         idx: int | None,
         types: Mapping[str, str] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> Self | None:
         """Returns the rows at the user's paths; `None` without paths.
 
@@ -64,6 +65,7 @@ class ExistingDataPaths:
             val_path: path of the validation rows.
             idx: number of a data set in the store, which cannot be used together with paths.
             types: types of columns of names of directories.
+            storage_options: options of the paths.
 
         Raises:
             ValueError: arguments that contradict each other, or no path in a list.
@@ -74,6 +76,8 @@ class ExistingDataPaths:
                     "types needs path: it gives the types of values in names of directories, and "
                     "data of the store has types"
                 )
+            if storage_options:
+                raise ValueError("storage_options needs path: the store has options of its own")
             if val_path is not None:
                 raise ValueError(
                     "val_path needs path: without it, training and validation rows are those of "
@@ -83,17 +87,21 @@ class ExistingDataPaths:
         if idx is not None:
             raise ValueError("at most one of path and dataset_idx may be specified")
         return cls(
-            _resolve_row_location("path", path),
-            None if val_path is None else _resolve_row_location("val_path", val_path),
+            _resolve_row_location("path", path, storage_options),
+            None
+            if val_path is None
+            else _resolve_row_location("val_path", val_path, storage_options),
             given=True,
             types=native_reader_types(types),
         )
 
 
-def _resolve_row_location(name: str, rows: Any) -> str | list[str] | TableSnapshot:
+def _resolve_row_location(
+    name: str, rows: Any, storage_options: Mapping[str, Any] | None
+) -> str | list[str] | TableSnapshot:
     if is_table(rows):
-        return open_table(rows)
-    texts = resolve_table_names(_path_texts(name, rows))
+        return open_table(rows, storage_options=storage_options)
+    texts = resolve_source_options(_path_texts(name, rows), storage_options)
     return open_if_table(texts) or texts
 
 

@@ -19,11 +19,13 @@ import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlencode, urlsplit
 
-from farandole.data.inputs.catalog_names import HOST_VARIABLE
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
+HOST_VARIABLE: Final = "DATABRICKS_HOST"
 TOKEN_VARIABLE: Final = "DATABRICKS_TOKEN"  # noqa: S105 - a name
 _CLIENT_VARIABLES: Final = ("DATABRICKS_CLIENT_ID", "DATABRICKS_CLIENT_SECRET")
 _SIGN_IN_PATH: Final = "/oidc/v1/token"
@@ -64,11 +66,11 @@ class CatalogSession:
     client_secret: str | None = field(default=None, repr=False)
 
     @classmethod
-    def from_environment(cls, table: str) -> CatalogSession:
+    def from_environment(cls, subject: str) -> CatalogSession:
         """Returns the session of the environment.
 
         Args:
-            table: Name of the wanted table, for messages.
+            subject: The wanted table or volume, for messages: `the table main.sales.clicks`.
 
         Raises:
             ValueError: A variable is missing, the host is no HTTPS URL, or the token has
@@ -78,27 +80,34 @@ class CatalogSession:
         host, token, client_id, secret = (os.environ.get(name, "").strip() for name in names)
         if not host or not (token or (client_id and secret)):
             raise ValueError(
-                f"the table {table} of Unity Catalog needs {HOST_VARIABLE}, and {TOKEN_VARIABLE} "
+                f"{subject} of Unity Catalog needs {HOST_VARIABLE}, and {TOKEN_VARIABLE} "
                 f"or {' and '.join(_CLIENT_VARIABLES)}, in the environment"
             )
-        url = _checked_host(host, table)
+        url = _checked_host(host, subject)
         if token and not _is_header_word(token):
             raise ValueError(
-                f"the table {table} of Unity Catalog needs a token in {TOKEN_VARIABLE}: its value "
+                f"{subject} of Unity Catalog needs a token in {TOKEN_VARIABLE}: its value "
                 "has spaces, or characters that are not printable ASCII"
             )
         return cls(url, token) if token else cls(url, None, client_id, secret)
 
-    def table_label(self, name: str) -> str:
-        """Returns a description of a table for messages.
+    def label_subject(self, subject: str) -> str:
+        """Returns a description of a table or volume for messages.
 
         Args:
-            name: `catalog.schema.table`.
+            subject: As for `from_environment`.
         """
-        return f"the table {name} of Unity Catalog at {self.host}"
+        return f"{subject} of Unity Catalog at {self.host}"
 
     def request_json(
-        self, path: str, body: dict[str, Any] | None, label: str, advice: str
+        self,
+        path: str,
+        body: dict[str, Any] | None,
+        label: str,
+        advice: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+        max_bytes: int = _MAX_ANSWER_BYTES,
     ) -> dict[str, Any]:
         """Sends a request, and returns the object in the answer.
 
@@ -107,6 +116,8 @@ class CatalogSession:
             body: Object to post; without it, the request is a GET.
             label: Description of the wanted thing, for messages.
             advice: Advice for a request that is refused.
+            headers: Further headers.
+            max_bytes: Largest size of an answer.
 
         Raises:
             PermissionError: The workspace refuses the request.
@@ -117,18 +128,19 @@ class CatalogSession:
         deadline = time.monotonic() + _REQUEST_SECONDS
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.host}{path}", data)  # noqa: S310 - a checked host
-        request.add_header("Content-Type", "application/json")
+        for name, value in {"Content-Type": "application/json", **(headers or {})}.items():
+            request.add_header(name, value)
         token = self._bearer_token(label, deadline)
         request.add_header("Authorization", f"Bearer {token}")
         try:
-            return self._send(request, label, advice, deadline)
+            return self._send(request, label, advice, deadline, max_bytes)
         except SignInError:
             if self.token:
                 raise
         # The workspace may have withdrawn the token of a client before its time.
         _OAUTH_TOKENS.pop(self, None)
         request.add_header("Authorization", f"Bearer {self._bearer_token(label, deadline)}")
-        return self._send(request, label, advice, deadline)
+        return self._send(request, label, advice, deadline, max_bytes)
 
     def _bearer_token(self, label: str, deadline: float) -> str:
         if self.token:
@@ -155,7 +167,12 @@ class CatalogSession:
         return token
 
     def _send(
-        self, request: urllib.request.Request, label: str, advice: str, deadline: float
+        self,
+        request: urllib.request.Request,
+        label: str,
+        advice: str,
+        deadline: float,
+        max_bytes: int = _MAX_ANSWER_BYTES,
     ) -> dict[str, Any]:
         opener = _make_opener()
         for attempt in range(_MAX_ATTEMPTS):
@@ -165,7 +182,7 @@ class CatalogSession:
                 if seconds <= 0:
                     raise TimeoutError("timed out")
                 with opener.open(request, timeout=min(seconds, _ATTEMPT_SECONDS)) as answer:
-                    data = _read_limited(answer, label)
+                    data = _read_limited(answer, label, max_bytes)
                 return _parse_object(data, label)
             except urllib.error.HTTPError as error:
                 with error:
@@ -190,7 +207,9 @@ class CatalogSession:
         advice: str,
     ) -> OSError:
         try:
-            found = _parse_object(_read_limited(error, label), label)
+            found = _parse_object(_read_limited(error, label, _MAX_ANSWER_BYTES), label)
+            if isinstance(found.get("error"), dict):  # of the REST catalog of Iceberg
+                found = found["error"]
             reason = found.get("message") or found.get("error_description") or ""
         except (OSError, ValueError, http.client.HTTPException):
             reason = ""
@@ -316,7 +335,7 @@ def _parse_pause(text: str | None) -> float:
     return float(text[:4]) if text is not None and is_number else 0.0
 
 
-def _checked_host(host: str, table: str) -> str:
+def _checked_host(host: str, subject: str) -> str:
     try:
         parts = urlsplit(host if "://" in host else f"https://{host}")
     except ValueError:
@@ -328,13 +347,13 @@ def _checked_host(host: str, table: str) -> str:
     is_host = parts.hostname and "@" not in parts.netloc and host.isprintable()
     if not is_token_safe or not is_host or has_more_than_host:
         raise ValueError(
-            f"the table {table} of Unity Catalog needs {HOST_VARIABLE} in the form "
+            f"{subject} of Unity Catalog needs {HOST_VARIABLE} in the form "
             "https://NAME.cloud.databricks.com"
         )
     return f"{parts.scheme}://{parts.netloc}"
 
 
-def _read_limited(answer: Any, label: str) -> bytes:
+def _read_limited(answer: Any, label: str, max_bytes: int) -> bytes:
     """Returns a body.
 
     Raises:
@@ -344,8 +363,8 @@ def _read_limited(answer: Any, label: str) -> bytes:
     data = b""
     while part := answer.read1(_READ_BYTES):
         data += part
-        if len(data) > _MAX_ANSWER_BYTES:
-            raise ValueError(f"{label}: the answer has more than {_MAX_ANSWER_BYTES >> 20} MiB")
+        if len(data) > max_bytes:
+            raise ValueError(f"{label}: the answer has more than {max_bytes >> 20} MiB")
     return data
 
 
