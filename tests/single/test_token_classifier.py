@@ -211,6 +211,11 @@ def change_words(rows):
     return rows.set_column(0, "words", pa.array(["good film"] * len(rows)))
 
 
+def encode_words(rows):
+    texts = pa.array(["good film"] * len(rows)).dictionary_encode()
+    return rows.set_column(0, "words", texts)
+
+
 def change_labels(rows, label):
     labels = [[label] * len(row) for row in rows["words"].to_pylist()]
     return rows.set_column(1, "tags", pa.array(labels))
@@ -221,7 +226,8 @@ def change_labels(rows, label):
     [
         (change_words, {}, "text column 'words' has type string: lists of words are needed"),
         (lambda rows: change_labels(rows, 0.5), {}, "label column 'tags' has type list<"),
-        (lambda rows: change_labels(rows, "O"), {}, "label column 'tags' has 1 classes, O"),
+        (lambda rows: change_labels(rows, "O"), {}, "label column 'tags' has 1 class, O"),
+        (encode_words, {}, "text column 'words' has type dictionary<"),
         (lambda rows: rows.drop_columns("tags"), {}, "label column 'tags' is not in the table"),
         (lambda rows: [rows], {}, "fit takes a Spark DataFrame, or a pyarrow"),
         (lambda rows: rows, {"class_weight": "balanced"}, "class_weight cannot be set"),

@@ -56,7 +56,7 @@ def test_a_classifier_of_words_is_fitted_saved_in_a_pipeline_and_predicts(
     joined = sentences.withColumn("words", sf.array_join("words", " "))
     with pytest.raises(ValueError, match="text column 'words' has type string: lists of words"):
         stage.transform(joined)
-    with pytest.raises(ValueError, match="DataFrame already has an output column: the.tags__pr"):
+    with pytest.raises(ValueError, match=r"DataFrame already has an output column: the\.tags__pr"):
         model.transform(model.transform(sentences))
 
 
@@ -64,10 +64,10 @@ def test_columns_that_do_not_fit_are_named(classifier, sentences):
     joined = sentences.withColumn("words", sf.array_join("words", " "))
     with pytest.raises(ValueError, match="text column 'words' has type string: lists of words"):
         classifier.fit(joined)
-    with pytest.raises(ValueError, match="label column 'the.tags' has type string: lists of wo"):
+    with pytest.raises(ValueError, match=r"label column 'the\.tags' has type string: lists of wo"):
         classifier.fit(sentences.withColumn("the.tags", sf.lit("O")))
-    with pytest.raises(ValueError, match="label column 'the.tags' is not in the DataFrame"):
+    with pytest.raises(ValueError, match=r"label column 'the\.tags' is not in the DataFrame"):
         classifier.fit(sentences.drop("`the.tags`").drop("the.tags"))
     few = sentences.withColumn("the.tags", sf.expr("slice(`the.tags`, 1, 0)"))
-    with pytest.raises(ValueError, match="label column 'the.tags' has 0 classes"):
+    with pytest.raises(ValueError, match=r"label column 'the\.tags' has 0 classes"):
         classifier.fit(few)

@@ -52,11 +52,9 @@ def create_word_tokenization(
         ValueError: the network takes fewer tokens than `max_length`.
     """
     plain = create_tokenization(params, checkpoint, has_fixed_length=has_fixed_length)
-    return WordTokenization(
-        **plain.__getstate__() | {"tokenizer": mark_word_beginnings(plain.tokenizer)},
-        label_col=label_col,
-        classes=tuple(classes),
-    )
+    known: dict[str, Any] = plain.__getstate__()
+    known["tokenizer"] = mark_word_beginnings(plain.tokenizer)
+    return WordTokenization(**known, label_col=label_col, classes=tuple(classes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +104,7 @@ class TokenPredictor(TorchPredictor):
         change = self._unpickle_transformation
         if change is None:
             raise ValueError("the model has no tokenizer: apply_transformation is not set")
-        tokenization: WordTokenization = change.function
+        tokenization: Any = change.function
         found = tokenization.tokenize_words(some)
         columns = {self.groups[0][0]: found.tokens}
         (logits,) = self.call_model(self._find_model(), columns, len(some))

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import pyarrow as pa
 from pyspark.sql import functions as sf
 from pyspark.sql.types import ArrayType, IntegralType, StringType
 
+from farandole.common.counted_noun import format_counted_noun
 from farandole.data.columns import ColumnRoles, check_columns_present
 from farandole.data.inputs.frames import in_memory_table, is_arrow_dataset
+from farandole.data.lazy_pyarrow import is_list_type, pa
 from farandole.spark.transformers.word_tokenization import IGNORED_LABEL
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def pack_words(
     names = tuple(str(one) for one in values)
     if not 1 < len(names) <= MAX_CLASSES:
         raise ValueError(
-            f"label column {label_col!r} has {len(names):,} classes"
+            f"label column {label_col!r} has {format_counted_noun(len(names), 'class')}"
             f"{', ' + names[0] if len(names) == 1 else ''}: a classifier takes 2 to {MAX_CLASSES:,}"
         )
     return PackedWords(packed, names)
@@ -109,7 +110,9 @@ def _pack_table(
         )
     check_columns_present(ColumnRoles((text_col,), (label_col,)), table.column_names, "table")
     kinds = [table.schema.field(name).type for name in (text_col, label_col)]
-    text_element, label_element = (getattr(kind, "value_type", pa.null()) for kind in kinds)
+    text_element, label_element = (
+        kind.value_type if is_list_type(kind) else pa.null() for kind in kinds
+    )
     if not _is_text(text_element):
         raise ValueError(f"text column {text_col!r} has type {kinds[0]}: lists of words are needed")
     if not (_is_text(label_element) or pa.types.is_integer(label_element)):
