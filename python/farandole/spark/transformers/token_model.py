@@ -111,8 +111,8 @@ class TokenPredictor(TorchPredictor):
         weights = np.exp(logits - logits.max(axis=1, keepdims=True))
         probabilities = weights / weights.sum(axis=1, keepdims=True)
         best = probabilities.argmax(axis=1)
-        for row, token in zip(*np.nonzero(found.words >= 0), strict=True):
-            word, number = found.words[row, token], best[row, token]
+        for row, token in zip(*np.nonzero(found.word_numbers >= 0), strict=True):
+            word, number = found.word_numbers[row, token], best[row, token]
             labels[start + row][word] = tokenization.classes[number]
             shares[start + row][word] = probabilities[row, number, token]
 

@@ -90,12 +90,12 @@ def _pack_dataframe(
     element = getattr(kind, "elementType", None)
     if not isinstance(element, StringType | IntegralType):
         _refuse_labels(label_col, kind.simpleString())
-    words, labels = _column(text_col), _column(label_col)
+    lists, labels = _column(text_col), _column(label_col)
     found: set[Any] = set()
     if learns:
         distinct = rows.select(sf.explode(sf.array_distinct(labels)).alias("label")).distinct()
         found = {row.label for row in distinct.limit(MAX_CLASSES + 2).collect()}
-    packed = rows.withColumn(text_col, sf.to_json(words)).withColumn(label_col, sf.to_json(labels))
+    packed = rows.withColumn(text_col, sf.to_json(lists)).withColumn(label_col, sf.to_json(labels))
     return packed, found
 
 

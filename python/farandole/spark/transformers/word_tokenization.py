@@ -32,11 +32,11 @@ class TokenizedWords(NamedTuple):
 
     Attributes:
         tokens: (rows, tokens), int64, with `PADDING_TOKEN` at the ends.
-        words: (rows, tokens), int64: number of the word that begins at the token, or -1.
+        word_numbers: (rows, tokens), int64: number of the word that begins at the token, or -1.
     """
 
     tokens: npt.NDArray[np.int64]
-    words: npt.NDArray[np.int64]
+    word_numbers: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class WordTokenization(TextTokenization):
         if self.label_col in columns:
             texts = columns[self.label_col].tolist()
             labels = [_read_list(text, self.label_col) for text in texts]
-            made[self.label_col] = self._label_tokens(rows, labels, found.words)
+            made[self.label_col] = self._label_tokens(rows, labels, found.word_numbers)
         return made
 
     def tokenize_words(self, rows: Sequence[Sequence[Any]]) -> TokenizedWords:
@@ -96,17 +96,17 @@ class WordTokenization(TextTokenization):
             [list(row) for row in rows], is_pretokenized=True
         )
         tokens = self._stack_tokens([one.ids for one in encodings])
-        words = np.full(tokens.shape, -1)
+        word_numbers = np.full(tokens.shape, -1)
         for row, (encoding, given) in enumerate(zip(encodings, rows, strict=True)):
             numbers = np.array([-1 if one is None else one for one in encoding.word_ids], np.int64)
             begins = (numbers >= 0) & (numbers != np.concatenate([[-1], numbers[:-1]]))
-            words[row, : len(numbers)][begins] = numbers[begins]
+            word_numbers[row, : len(numbers)][begins] = numbers[begins]
             self.counts.texts += len(given)
             if encoding.overflowing:
                 used = numbers[begins]
                 span = int(used.max() - used.min()) + 1 if len(used) else 0
                 self.counts.truncated += len(given) - span
-        return TokenizedWords(tokens, words)
+        return TokenizedWords(tokens, word_numbers)
 
     def describe_truncation(self, truncated: int, count: int) -> str:
         """Returns the sentence about words that were cut off.
@@ -125,10 +125,10 @@ class WordTokenization(TextTokenization):
         return {name: number for number, name in enumerate(self.classes)}
 
     def _label_tokens(
-        self, rows: list[list[Any]], labels: list[list[Any]], words: npt.NDArray[np.int64]
+        self, rows: list[list[Any]], labels: list[list[Any]], word_numbers: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
         """Returns the labels of tokens, (rows, tokens)."""
-        made = np.full(words.shape, IGNORED_LABEL)
+        made = np.full(word_numbers.shape, IGNORED_LABEL)
         for row, (given, names) in enumerate(zip(rows, labels, strict=True)):
             if len(given) != len(names):
                 found = format_counted_noun(len(names), "label")
@@ -137,8 +137,8 @@ class WordTokenization(TextTokenization):
                     f"{format_counted_noun(len(given), 'word')} in column {self.text_col!r}"
                 )
             numbers = np.array([self._class_number(name) for name in names], np.int64)
-            begins = words[row] >= 0
-            made[row, begins] = numbers[words[row, begins]]
+            begins = word_numbers[row] >= 0
+            made[row, begins] = numbers[word_numbers[row, begins]]
         return made
 
     def _class_number(self, name: Any) -> int:
@@ -162,11 +162,11 @@ def mark_word_beginnings(tokenizer: str) -> str:
     """
     content = json.loads(tokenizer)
     outer = content.get("pre_tokenizer") or {}
-    for one in [outer, *outer.get("pretokenizers", ())]:
-        if one.get("type") == "ByteLevel":
-            one["add_prefix_space"] = True
-        if one.get("type") == "Metaspace":
-            one["prepend_scheme"] = "always"
+    for step in [outer, *outer.get("pretokenizers", ())]:
+        if step.get("type") == "ByteLevel":
+            step["add_prefix_space"] = True
+        if step.get("type") == "Metaspace":
+            step["prepend_scheme"] = "always"
     return json.dumps(content)
 
 
