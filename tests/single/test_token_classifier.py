@@ -142,9 +142,9 @@ def test_a_byte_level_tokenizer_takes_a_word_like_a_word_after_a_space():
 
 @pytest.mark.parametrize("lora", [None, 4])
 def test_a_classifier_of_words_learns_and_transformers_reads_it(checkpoint, tmp_path, lora):
-    rows = make_sentences(96)
+    rows = make_sentences(192)
     fitted = make_token_classifier(
-        checkpoint, tmp_path / "store", processes=2, epochs=12, lora=lora,
+        checkpoint, tmp_path / "store", processes=2, epochs=24, lora=lora,
         learning_rate=0.03 if lora else 0.01,
     ).fit(rows)  # fmt: skip
     assert fitted.getClasses() == ["BAD", "GOOD", "O"]
