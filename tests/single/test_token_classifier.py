@@ -117,6 +117,14 @@ def test_words_beyond_the_length_are_counted_and_have_no_label(side, used):
     assert (tokenization.counts.texts, tokenization.counts.truncated) == (3, 1)
 
 
+@pytest.mark.parametrize(("side", "used"), [("right", 0), ("left", -100)])
+def test_a_cut_word_counts_if_its_first_token_is_used(side, used):
+    tokenization = make_tokenization(max_length=4, truncation_side=side)
+    made = tokenization(make_batch([["bad-good"]], [["BAD"]]))  # three tokens, two are used
+    assert made["tags"].tolist() == [[-100, used, -100, -100]]
+    assert tokenization.counts.truncated == (used < 0)
+
+
 @pytest.mark.parametrize(
     ("words", "tags", "message"),
     [

@@ -100,6 +100,11 @@ class WordTokenization(TextTokenization):
         for row, (encoding, given) in enumerate(zip(encodings, rows, strict=True)):
             numbers = np.array([-1 if one is None else one for one in encoding.word_ids], np.int64)
             begins = (numbers >= 0) & (numbers != np.concatenate([[-1], numbers[:-1]]))
+            if self.truncation_side == "left" and begins.any():
+                # A word that is cut has its first token in the other part: it has no label.
+                first = numbers[begins][0]
+                if any(first in part.word_ids for part in encoding.overflowing):
+                    begins &= numbers != first
             word_numbers[row, : len(numbers)][begins] = numbers[begins]
             self.counts.texts += len(given)
             if encoding.overflowing:
