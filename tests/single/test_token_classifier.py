@@ -148,7 +148,7 @@ def test_a_byte_level_tokenizer_takes_a_word_like_a_word_after_a_space():
     assert marked.encode("b a").ids == [0, 3, 2]
 
 
-@pytest.mark.parametrize("lora", [None, 4])
+@pytest.mark.parametrize("lora", [None, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_classifier_of_words_learns_and_transformers_reads_it(checkpoint, tmp_path, lora):
     rows = make_sentences(192)
     fitted = make_token_classifier(
@@ -257,7 +257,7 @@ def test_calls_without_meaning_for_words_are_refused(checkpoint, tmp_path):
         TokenClassifierModel().evaluate(None)
 
 
-@pytest.mark.parametrize("lora", [None, 2])
+@pytest.mark.parametrize("lora", [None, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_resumed_run_ends_like_an_uninterrupted_one(checkpoint, tmp_path, lora):
     rows, found = make_sentences(40), {}
     for name, lengths in (("at once", [2]), ("resumed", [1, 2])):
