@@ -10,7 +10,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 # Spark's Python workers use this environment.
 export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 
-.PHONY: demo test test-jobs test-rest test-timing flaky test-spark test-storage test-launch test-scale test-trust trust-soaks trust-rest test-ray chaos packages tensorflow-ops test-faults test-parity test-readers test-clients test-newest loom fuzz sanitize lint bench gpu-check shim viewer test-ui screenshots wheel install bytecode tools deny docs links size release release-again clean
+.PHONY: demo test test-jobs test-rest test-timing flaky test-spark test-storage test-launch test-scale test-trust trust-soaks trust-rest test-ray chaos packages tensorflow-ops test-faults test-parity test-readers test-clients test-newest test-torch loom fuzz sanitize lint bench gpu-check shim viewer test-ui screenshots wheel install bytecode tools deny docs links size release release-again clean
 
 # Packages that the wheel is built and used with. In a new environment, `make demo` installs only
 # those that it needs. All other targets install all.
@@ -212,6 +212,21 @@ test-clients: bytecode .tools/petastorm/ready $(CLIENTS:%=.tools/clients/%/ready
 	$(PYTHON) -m venv --without-pip --clear $(@D)
 	$(BIN)/uv pip install --quiet --no-deps --python $(@D)/bin/python -r $<
 	$(BIN)/uv cache prune --quiet
+	touch $@
+
+# torch.distributed, and what uses it, also the slow tests. Then the tests of
+# torch.distributed on the oldest torch, whose environment sees the other packages of this one. At
+# most half an hour.
+TORCH_DISTRIBUTED := $(addprefix tests/parallel/test_,torch_distributed.py torch_distributed_groups.py torch_distributed_as_gloo.py)
+TORCH_FACING := $(addprefix tests/,$(addprefix parallel/test_,as_gloo.py ddp_comm_hook.py torch_debug.py torch_reconfigure.py) elastic/test_tolerant_ddp.py launcher/test_transformers.py)
+test-torch: bytecode .tools/torch-2.6/ready
+	$(BIN)/python -m pytest $(TORCH_DISTRIBUTED) $(TORCH_FACING) -m "slow or not slow" --reruns 1 --durations=20
+	.tools/torch-2.6/bin/python -m pytest $(TORCH_DISTRIBUTED) -m "not newest and not slow" --reruns 1 --durations=20
+
+.tools/torch-%/ready: Makefile $(VENV)/.packages
+	$(PYTHON) -m venv --without-pip --clear $(@D)
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(@D)/bin/python "torch==$*.*"
+	echo "import site; site.addsitedir('`echo $(CURDIR)/$(VENV)/lib/python*/site-packages`')" > `echo $(@D)/lib/python*/site-packages`/shared.pth
 	touch $@
 
 # The tests of one package on its newest version, also if that is a release candidate: make

@@ -226,6 +226,16 @@ impl Dataset {
     }
 
     #[getter]
+    fn row_groups(&self) -> Vec<(usize, usize, u64, u64)> {
+        let files = self.0.manifest().files.iter().enumerate();
+        let groups = files.flat_map(|(file, data)| {
+            let numbered = data.groups.iter().enumerate();
+            numbered.map(move |(number, group)| (file, number, group.rows, group.bytes))
+        });
+        groups.collect()
+    }
+
+    #[getter]
     fn fingerprint(&self) -> &str {
         &self.0.manifest().fingerprint
     }
@@ -312,9 +322,17 @@ impl Reader {
         self.0.step_count(start_row)
     }
 
-    #[pyo3(signature = (epoch, start_row = 0))]
-    fn read_epoch(&self, py: Python<'_>, epoch: u64, start_row: u64) -> PyResult<EpochBatches> {
-        let epoch = py.detach(|| self.0.start_epoch(epoch, start_row)).map_err(reader_exception)?;
+    #[pyo3(signature = (epoch, start_row = 0, max_steps = None))]
+    fn read_epoch(
+        &self,
+        py: Python<'_>,
+        epoch: u64,
+        start_row: u64,
+        max_steps: Option<u64>,
+    ) -> PyResult<EpochBatches> {
+        let epoch = py
+            .detach(|| self.0.start_epoch(epoch, start_row, max_steps))
+            .map_err(reader_exception)?;
         Ok(EpochBatches { steps: epoch.step_count(), inner: Mutex::new(Some(epoch)) })
     }
 }

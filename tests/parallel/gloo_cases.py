@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from tests.parallel import function_states
 
 DTYPES = ["uint8", "int8", "int16", "int32", "int64"]
 DTYPES += ["float16", "bfloat16", "float32", "float64", "bool", "complex64"]
@@ -615,7 +616,7 @@ def run_cases(backend, folder, rank, size, wanted=None):
     )
     found = {}
     for name, case in CASES.items():
-        if wanted and name not in wanted:
+        if (wanted and name not in wanted) or not function_states.has_oracle(name):
             continue
         try:
             found[name] = "result", plain(case(rank, size))

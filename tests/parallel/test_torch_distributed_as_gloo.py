@@ -11,9 +11,12 @@ from __future__ import annotations
 import types
 from pathlib import Path
 
+import cloudpickle
 import pytest
 import torch.distributed as dist
 from tests.parallel import function_states, gloo_cases
+
+cloudpickle.register_pickle_by_value(function_states)  # workers import no test
 
 PAGE = Path(__file__).parents[2] / "docs/user-guide/torch-distributed.md"
 _outcomes: dict[int, dict[str, list[dict[str, tuple[str, object]]]]] = {}
@@ -44,7 +47,7 @@ def is_close(found, expected):
     return found == expected
 
 
-@pytest.mark.parametrize("case", gloo_cases.CASES)
+@pytest.mark.parametrize("case", filter(function_states.has_oracle, gloo_cases.CASES))
 def test_each_case_is_as_in_gloo(outcomes, case):
     theirs = [answers[case] for answers in outcomes["gloo"]]
     ours = [answers[case] for answers in outcomes["farandole"]]
@@ -60,6 +63,7 @@ def test_each_case_is_as_in_gloo(outcomes, case):
         assert ours == theirs
 
 
+@pytest.mark.newest  # each version of torch has other functions
 def test_the_table_has_every_function():
     module = dist.distributed_c10d
     kinds = (types.FunctionType, types.BuiltinFunctionType)

@@ -132,6 +132,10 @@ def backends_of_devices():
     dist.all_reduce(tensor := torch.ones(1), group=mesh.get_group())
     assert tensor.item() == size
     dist.destroy_process_group()
+    if torch.__version__ < "2.14":
+        with pytest.raises(ValueError, match="a group of farandole and other backends needs"):
+            begin("cpu:farandole,cuda:gloo")
+        return
     begin("cpu:farandole,cuda:gloo")
     work = dist.all_reduce(tensor, async_op=True)
     work.wait()

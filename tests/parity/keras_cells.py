@@ -270,14 +270,18 @@ def run_cell(cell: dict[str, Any], gangs: Any) -> dict[str, float]:
         def fit(size: int, epochs: int) -> Any:
             return KerasEstimator(
                 model=make_model(list(ends), cell),
-                optimizer=make_optimizer(cell, 1 / size),
+                optimizer=make_optimizer(cell, 1 if cell["global"] else 1 / size),
                 loss=losses,
                 feature_cols=["x"],
                 label_cols=[f"y{index}" for index in range(len(kinds))],
                 label_shapes=[[-1, 4, 1]] if is_masked else None,
                 sample_weight_col="w" if cell["weighted"] else None,
-                batch_size=GLOBAL_BATCH_ROWS // (size * cell["passes"]),
                 backward_passes_per_step=cell["passes"],
+                **(
+                    {"global_batch_size": GLOBAL_BATCH_ROWS}
+                    if cell["global"]
+                    else {"batch_size": GLOBAL_BATCH_ROWS // (size * cell["passes"])}
+                ),
                 val_batch_size=cell["rows"],
                 epochs=epochs,
                 run_id="cell",
@@ -306,6 +310,7 @@ def run_cell(cell: dict[str, Any], gangs: Any) -> dict[str, float]:
 def make_cells(short: bool) -> list[dict[str, Any]]:
     base = {"reduction": "sum_over_batch_size", "weighted": False, "own_step": False, "rows": 29}
     base |= {"form": "plain", "optimizer": "sgd", "before": None, "own_loss": False, "passes": 1}
+    base |= {"global": False}
     sizes = (2,) if short else (1, 2, 3)
     names = list(MEANS)[:: 9 if short else 1]
     cells = [base | {"losses": [name], "size": size} for name in names for size in sizes]
@@ -342,6 +347,14 @@ def make_cells(short: bool) -> list[dict[str, Any]]:
         for reduction in ("sum_over_batch_size", "sum")
         for form in ("plain", "kernel_regularizer", "added sum")
     ]
+    deals = {"losses": ["MeanSquaredError"], "global": True, "size": 3, "rows": 24}
+    cells += [  # 3 processes have 2, 1 and 1 of the 4 rows of a pass
+        base | deals | {"passes": 3, "reduction": reduction}
+        for reduction in ("sum_over_batch_size", *(() if short else ("sum",)))
+    ]
+    cells += [base | deals | {"size": 2, "rows": 29, "optimizer": "adam", "before": 3}]
+    if not short:
+        cells += [base | deals | {"size": 5, "rows": rows} for rows in (25, 29)]
     return cells
 
 

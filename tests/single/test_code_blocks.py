@@ -62,7 +62,7 @@ EXECUTED: Final[dict[tuple[str, str], dict[str, set[int]]]] = {
     },
     ("docs/user-guide/ray.md", "python"): {"tests/ray/test_page.py": {0, 1, 2, 3}},
     ("docs/user-guide/reading-data.md", "python"): {
-        "tests/single/test_data_pages.py": {0, 1, 3, 4, 5, 6, 7}
+        "tests/single/test_data_pages.py": {0, 2, 4, 5, 6, 7, 8}
     },
     ("docs/user-guide/running/batch-systems.md", "bash"): {
         "tests/launch/test_pages.py": {0, 1, 2, 3}

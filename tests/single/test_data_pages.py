@@ -86,13 +86,13 @@ def write(name, **columns):
 number = np.arange(4096)
 train = write("train", features=number.astype("float32"), label=number % 2)
 """,
-    1: """
+    2: """
         assert set(batch) == {"features", "label"}
 prepared = pa.table({"tokens": [[1] * (1 + row % 9) for row in range(512)], "label": [row % 2 for row in range(512)]})
 path = prepare_data(prepared, "store", label_cols=["label"], ragged={"tokens": Pad()}).train_url
 web, books = write("web", x=number), write("books", x=number)
 """,  # noqa: E501
-    3: """
+    4: """
 assert {batch["x"].shape for batch in loader} == {(64,)}
 
 class Topic:
@@ -104,22 +104,22 @@ topic = Topic()
 def to_record_batch(message):
     return pa.record_batch({"x": [float(message)], "y": [message]})
 """,
-    4: """
+    5: """
 assert next(iter(loader))["y"].shape == (256,)
 path = write("numbers", x=number.astype("float32"), label=number % 2)
 """,
-    5: """
+    6: """
 assert max(batch["x"].max() for batch in loader) == np.float32(4095 / 255)
 path = write("texts", text=[f"row {row}" for row in range(512)], label=number[:512] % 2)
 
 def tokenizer(texts):
     return np.array([[len(text), 1] for text in texts])
 """,
-    6: """
+    7: """
 assert next(iter(loader))["tokens"].shape == (256, 2)
 path = write("ages", age=number.astype("float64"), label=number % 2)
 """,
-    7: """
+    8: """
 assert sum(len(batch["age"]) for batch in loader) == 4095
 import PIL.Image
 
@@ -130,7 +130,7 @@ def photo(row):
 
 path = write("photos", photo=[photo(row) for row in range(64)], label=number[:64] % 2)
 """,
-    8: """
+    9: """
 assert next(iter(loader))["photo"].shape == (64, 3, 224, 224)
 """,
 }

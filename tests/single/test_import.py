@@ -142,17 +142,3 @@ def test_no_package_imports_a_name_with_an_underscore_from_another_package():
                 wrong.append(f"{module} imports {name}")
     assert names > 1000
     assert wrong == []
-
-
-def test_a_torch_without_backends_in_python_is_named_before_a_group_is_made():
-    code = """
-import torch
-torch.__version__ = torch.torch_version.TorchVersion("2.9.1")
-try:
-    import farandole.torch.distributed
-except ImportError as error:
-    print(error.name, error)
-import farandole.torch
-"""
-    wanted = "torch farandole.torch.distributed needs torch 2.14 or newer, and this is 2.9.1."
-    assert python(code).startswith(wanted)

@@ -152,6 +152,67 @@ def test_lists_of_different_lengths_are_an_error_that_names_the_column(tmp_path)
         read(make_batch_reader, tmp_path.as_uri())
 
 
+NATIVE_COLUMNS = {
+    **{name: pa.array([1, 2, 3, 4, 5], name) for name in ("int8", "int16", "int32", "int64")},
+    **{name: pa.array([1, 2, 3, 4, 5], name) for name in ("uint8", "uint16", "uint32", "uint64")},
+    "float32": pa.array([0.5, -1, float("nan"), float("inf"), 0], pa.float32()),
+    "float64": pa.array([0.1, -1, 2, 3, 4]),
+    "bool": pa.array([True, False, True, True, False]),
+    "text": pa.array(["a", "", "wörd", "d", "e"]),
+    "large_text": pa.array(["a", "", "wörd", "d", "e"], pa.large_string()),
+    "bytes": pa.array([b"", b"\xff", b"c", b"d", b"e"]),
+    "vector": pa.array([[each, -each] for each in range(5)], pa.list_(pa.int16())),
+    "fixed": pa.array([[each, 0.5] for each in range(5)], pa.list_(pa.float32(), 2)),
+    "flags": pa.array([[True, each > 2] for each in range(5)]),
+}
+"""Columns that the native reader decodes."""
+OTHER_COLUMNS = {
+    "half": pa.array(np.arange(5, dtype=np.float16)),
+    "null": pa.array([1, None, 3, 4, 5]),
+    "null_flag": pa.array([True, None, False, True, True]),
+    "null_text": pa.array(["a", None, "c", "d", "e"]),
+    "null_list": pa.array([[1], None, [3], [4], [5]]),
+    "null_in_list": pa.array([[1], [None], [3], [4], [5]]),
+    "price": pa.array([Decimal(each) / 4 for each in range(5)], pa.decimal128(6, 2)),
+    "date": pa.array([1, 2, 3, 4, 5], pa.date32()),
+    "moment": pa.array([1, 2, 3, 4, 5], pa.timestamp("us")),
+    "category": pa.array(["a", "b", "a", "b", "a"]).dictionary_encode(),
+    "ragged": pa.array([[1], [1, 2], [], [4], [5]]),
+    "texts": pa.array([["a"], ["b"], ["c"], ["d"], ["e"]]),
+}
+"""Columns that pyarrow decodes."""
+
+
+def test_each_column_is_read_by_the_reader_that_keeps_its_values(tmp_path):
+    table = pa.table(NATIVE_COLUMNS | OTHER_COLUMNS)
+    pq.write_table(table, tmp_path / "part.parquet", row_group_size=2)
+    source = petastorm._row_groups.ParquetRowGroups(tmp_path.as_uri())
+    assert source.native_columns == set(NATIVE_COLUMNS)
+    assert [group.rows for group in source.groups] == [2, 2, 1]
+    for group in reversed(source.groups):
+        expected = table.slice(group.first_row, group.rows)
+        found = source.read_table(group, table.column_names)
+        for name in table.column_names:
+            assert str(found[name].to_pylist()) == str(expected[name].to_pylist()), name
+        without_pyarrow = group._replace(file=None)
+        assert source.read_table(without_pyarrow, list(NATIVE_COLUMNS)).num_rows == group.rows
+
+
+def test_lists_whose_lengths_differ_within_a_row_group_are_rows_of_their_lengths(tmp_path):
+    # As many values as lists of one length would have.
+    table = pa.table({"id": [1, 2], "x": [[1], [2, 3, 4]]})
+    pq.write_table(table, tmp_path / "part.parquet")
+    with pytest.warns(UserWarning, match="make_batch_reader is meant for it"):
+        rows = read(make_reader, tmp_path.as_uri())
+    assert [(row.id, row.x.tolist()) for row in rows] == [(1, [1]), (2, [2, 3, 4])]
+
+
+def test_files_without_rows_have_no_batches(tmp_path):
+    pq.write_table(pa.table({"x": pa.array([], pa.int64())}), tmp_path / "part.parquet")
+    with pytest.warns(UserWarning, match="no row group"):
+        assert read(make_batch_reader, tmp_path.as_uri()) == []
+
+
 def test_columns_that_no_array_can_hold_are_left_out_with_a_warning(tmp_path):
     pq.write_table(pa.table({"x": [1], "y": [{"z": 2}]}), tmp_path / "part.parquet")
     with pytest.warns(UserWarning, match="'y' has an unsupported type"):

@@ -29,8 +29,8 @@ ESTIMATORS = {
 }
 
 COUNTS = (
-    "num_proc", "batch_size", "val_batch_size", "epochs", "partitions_per_process",
-    "train_steps_per_epoch",
+    "num_proc", "batch_size", "global_batch_size", "val_batch_size", "epochs",
+    "partitions_per_process", "train_steps_per_epoch",
     "validation_steps_per_epoch", "backward_passes_per_step", "train_reader_num_workers",
     "val_reader_num_workers",
     "max_restarts",
@@ -190,7 +190,8 @@ ANY = {
 UNSET = {
     "num_proc", "model", "backend", "store", "optimizer", "loss", "loss_weights",
     "sample_weight_col", "feature_cols",
-    "label_cols", "validation", "val_batch_size", "random_seed", "run_id", "train_steps_per_epoch",
+    "label_cols", "validation", "global_batch_size", "val_batch_size", "random_seed", "run_id",
+    "train_steps_per_epoch",
     "validation_steps_per_epoch", "label_shapes", "gradient_compression", "continuous_cols",
     "categorical_cols",
     "shuffle_buffer_size", "transformation_fn", "transformation_edit_fields",

@@ -23,7 +23,7 @@ fn main() {
             .expect("columns");
     for number in 0..epochs {
         let start = Instant::now();
-        let epoch = reader.start_epoch(number, 0).expect("an epoch");
+        let epoch = reader.start_epoch(number, 0, None).expect("an epoch");
         let mut rows = 0;
         while let NextBatch::Batch(batch) =
             epoch.next_batch(Duration::from_secs(60)).expect("a batch")

@@ -114,8 +114,9 @@ impl EpochReader {
             share.ready_limits,
             has_fetch_threads,
         ));
-        let (fetchers, threads) =
-            (if has_fetch_threads { REMOTE_FETCH_THREADS } else { 0 }, setup.threads);
+        let fetchers =
+            if has_fetch_threads { REMOTE_FETCH_THREADS.min(plan.parts().len()) } else { 0 };
+        let threads = setup.threads;
         let (work, room, ready) = (Condvar::new(), Condvar::new(), Condvar::new());
         let shared = Arc::new(SharedEpoch { setup, plan, state, work, room, ready });
         let mut epoch = Self { shared, threads: Vec::new(), process: std::process::id() };

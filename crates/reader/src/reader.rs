@@ -125,11 +125,11 @@ impl Reader {
             threads: options.threads.clamp(1, 64),
         };
         let reader = Self { setup, options };
-        EpochPlan::new(reader.setup.dataset.lane_layout(), &reader.epoch_request(0, 0))?;
+        EpochPlan::new(reader.setup.dataset.lane_layout(), &reader.epoch_request(0, 0, None))?;
         Ok(reader)
     }
 
-    fn epoch_request(&self, epoch: u64, start_row: u64) -> EpochRequest {
+    fn epoch_request(&self, epoch: u64, start_row: u64, max_steps: Option<u64>) -> EpochRequest {
         let options = &self.options;
         EpochRequest {
             seed: options.seed,
@@ -140,6 +140,7 @@ impl Reader {
             batch_size: options.batch_size,
             tail: options.tail,
             start_row,
+            max_steps,
         }
     }
 
@@ -151,15 +152,22 @@ impl Reader {
     /// Returns the number of batches of an epoch that starts after `start_row` rows; it is the same
     /// on every rank, except with [`TailPolicy::Join`].
     pub fn step_count(&self, start_row: u64) -> u64 {
-        self.epoch_request(0, start_row).step_count(self.setup.dataset.manifest().rows)
+        self.epoch_request(0, start_row, None).step_count(self.setup.dataset.manifest().rows)
     }
 
-    /// Starts an epoch.
+    /// Starts an epoch after `start_row` rows. With `max_steps`, it ends after so many batches, and
+    /// loads nothing for later ones.
     ///
     /// # Errors
     /// A budget that is too small, or a thread that cannot be started.
-    pub fn start_epoch(&self, epoch: u64, start_row: u64) -> Result<EpochReader> {
-        EpochReader::start_threads(self.setup.clone(), &self.epoch_request(epoch, start_row))
+    pub fn start_epoch(
+        &self,
+        epoch: u64,
+        start_row: u64,
+        max_steps: Option<u64>,
+    ) -> Result<EpochReader> {
+        let request = self.epoch_request(epoch, start_row, max_steps);
+        EpochReader::start_threads(self.setup.clone(), &request)
     }
 }
 

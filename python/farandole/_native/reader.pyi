@@ -72,6 +72,11 @@ class Dataset:
     @property
     def columns(self) -> list[DatasetField]: ...
     @property
+    def row_groups(self) -> list[tuple[int, int, int, int]]:
+        """Number of the file, number in the file, rows and bytes of each row group, in the order of
+        the rows; bytes are encoded, but not compressed.
+        """
+    @property
     def fingerprint(self) -> str: ...
     @property
     def is_prepared(self) -> bool:
@@ -140,9 +145,11 @@ class Reader:
         """The columns of a batch, after `cast`."""
     def step_count(self, start_row: int = 0) -> int:
         """Batches of one epoch, the same on every rank."""
-    def read_epoch(self, epoch: int, start_row: int = 0) -> EpochBatches:
+    def read_epoch(
+        self, epoch: int, start_row: int = 0, max_steps: int | None = None
+    ) -> EpochBatches:
         """Starts reading; `start_row` rows of the epoch (of all ranks together) are skipped, to
-        resume.
+        resume. After `max_steps` batches it ends, and no rows of later ones are fetched.
         """
 
 @final

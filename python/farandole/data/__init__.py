@@ -24,6 +24,7 @@ from farandole.data.expressions import SqlExpressions
 from farandole.data.inputs.tables import open_table
 from farandole.data.loader import ParquetLoader
 from farandole.data.loaders.frames import frame_loader
+from farandole.data.loaders.global_batches import GlobalBatchLoader
 from farandole.data.loaders.mixed import MixedLoader
 from farandole.data.loaders.pools import LengthLoader, WeightedLoader
 from farandole.data.loaders.stream import StreamLoader
@@ -37,6 +38,7 @@ __all__ = [
     "Audio",
     "BaseDataLoader",
     "Decode",
+    "GlobalBatchLoader",
     "Image",
     "Jagged",
     "LengthLoader",

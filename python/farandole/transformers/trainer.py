@@ -11,7 +11,7 @@ import transformers
 from torch.utils.data import DataLoader, IterableDataset
 
 from farandole.common.counted_noun import format_counted_noun
-from farandole.data import ParquetLoader
+from farandole.data import GlobalBatchLoader, ParquetLoader
 from farandole.transformers.progress import ReportProgress
 
 if TYPE_CHECKING:
@@ -145,6 +145,11 @@ def _check_loader(loader: ParquetLoader, arguments: transformers.TrainingArgumen
         raise ValueError(
             f"the loader was made for {format_counted_noun(loader.size, 'rank')}, and "
             f"{arguments.world_size} train: leave rank and size out"
+        )
+    if isinstance(loader, GlobalBatchLoader):
+        raise ValueError(
+            "a GlobalBatchLoader gives ranks different numbers of rows, which Trainer would weigh "
+            "differently: give it a ParquetLoader"
         )
     if loader.batch_size != arguments.train_batch_size:
         raise ValueError(

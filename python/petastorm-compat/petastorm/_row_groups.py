@@ -2,24 +2,35 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Row groups of Parquet: where they are, and how they become arrays or rows.
 
-Files, stores, partitions in names of directories and INT96 are found as `prepare_data` does.
+Farandole's reader decodes each column whose values its batches hold unchanged: booleans, integers,
+float32, float64, texts, bytes, and lists of one length of numbers, all without nulls. pyarrow
+decodes the others, because Farandole's batches have numbers for dates, times and decimals, and
+neither nulls nor lists of different lengths. It also decodes all columns of a reader with `filters`,
+which are its own, and columns from the names of directories. `ParquetRowGroups.read_table` is the
+only place that chooses.
+
+The order, shards and passes stay in `petastorm.reader`: they are those of petastorm, row group by
+row group, while Farandole's own plan mixes the rows of all files. Files and stores are found as
+`prepare_data` finds them.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as ds
 
+from farandole._native.reader import Dataset, Reader
 from farandole._native.store import localized_path
-from farandole.data.inputs.directory_partitions import partition_column_names
+from farandole.data.batch_transform import batch_to_arrow
+from farandole.data.inputs.directory_partitions import common_directory, partition_column_names
 from farandole.data.inputs.sources import open_files
 from farandole.data.lazy_pyarrow import is_list_type, is_text_type
+from farandole.data.skipped_columns import is_unreadable_column
 from petastorm.utils import decode_row
 
 if TYPE_CHECKING:
@@ -29,58 +40,137 @@ if TYPE_CHECKING:
     from petastorm.transform import TransformSpec
     from petastorm.unischema import Unischema
 
-_FOOTERS_AT_A_TIME = 8
+_UNLIMITED_BYTES = 1 << 62
+"""Byte budget of a read of one row group: `petastorm.reader` limits how many are read at a time."""
+_BYTES_TYPES = (pa.binary(), pa.large_binary())
 Columns = dict[str, Any]
 """Arrays by name, with the rows of a row group."""
 
 
-@dataclass(frozen=True)
+class RowGroup(NamedTuple):
+    """A row group of a file."""
+
+    file: Any
+    """The file, as a fragment of pyarrow."""
+    number: int
+    rows: int
+    encoded_bytes: int
+    first_row: int
+    """Number of the rows before it in the data set."""
+
+
 class ParquetRowGroups:
     """The row groups of a data set, in the order of their files."""
 
-    schema: pa.Schema
-    partitions: list[str]
-    fragments: list[Any]
-    """Fragments of pyarrow, of one row group each."""
-    rows: list[int]
-    encoded_bytes: list[int]
+    def __init__(self, urls: str | Sequence[str]) -> None:
+        """Finds the row groups of a directory, in the order of the names, or of a list of files.
+
+        Args:
+            urls: A directory, a file or a list of files.
+
+        Raises:
+            FileNotFoundError: There is no file.
+            ValueError: Files that are no Parquet, or that have two columns of one name.
+        """
+        given = [urls] if isinstance(urls, str) else list(urls)
+        opened = open_files(given, "parquet", None, None)
+        if opened is None:
+            raise ValueError(f"not the URL of a data set: {urls!r}")
+        dataset = opened[0]
+        files = list(dataset.get_fragments())
+        if not isinstance(urls, str):  # they are by name now
+            order = {localized_path(url): number for number, url in enumerate(urls)}
+            files.sort(key=lambda file: order.get(localized_path(file.path), 0))
+        self.schema: pa.Schema = dataset.schema
+        self.partitions = partition_column_names(dataset)
+        self.groups: list[RowGroup] = []
+        self.native_columns: frozenset[str] = frozenset()
+        """Columns that Farandole's reader decodes."""
+        base = common_directory(file.path.rpartition("/")[0] for file in files)
+        try:
+            self._dataset = Dataset.open_files(
+                base or "/", [(file.path[len(base) + 1 :], {}) for file in files]
+            )
+        except ValueError:
+            if dataset.count_rows():
+                raise
+            return  # files without rows
+        first_row = 0
+        for file, number, rows, encoded_bytes in self._dataset.row_groups:
+            self.groups.append(RowGroup(files[file], number, rows, encoded_bytes, first_row))
+            first_row += rows
+        self.native_columns = frozenset(
+            field.name
+            for field in self._dataset.columns
+            if field.name in self.schema.names
+            and field.name not in self.partitions
+            and not field.nullable
+            and _is_unchanged_in_batches(self.schema.field(field.name).type)
+            and not is_unreadable_column(self._dataset, field.name)
+        )
+
+    def read_table(self, group: RowGroup, names: Sequence[str], filters: Any = None) -> pa.Table:
+        """Returns columns of a row group.
+
+        Args:
+            group: The row group.
+            names: The columns.
+            filters: Condition of pyarrow on rows.
+        """
+        native = [name for name in names if name in self.native_columns] if filters is None else []
+        columns = self._read_native_columns(group, native) if native else {}
+        others = [name for name in names if name not in columns]
+        if others:
+            table = group.file.subset(row_group_ids=[group.number]).to_table(
+                schema=self.schema,
+                columns={name: ds.field(name) for name in others},
+                filter=filters,
+            )
+            columns |= dict(zip(others, table.columns, strict=True))
+        return pa.table({name: columns[name] for name in names})
+
+    def _read_native_columns(self, group: RowGroup, names: list[str]) -> dict[str, pa.Array]:
+        """Returns columns by Farandole's reader; none if it refuses their values.
+
+        Footers may not tell that lists have different lengths.
+        """
+        try:
+            reader = Reader(
+                self._dataset,
+                columns=names,
+                batch_size=group.rows,
+                shuffle=False,
+                byte_budget=_UNLIMITED_BYTES,
+                threads=1,
+            )
+            with closing(reader.read_epoch(0, group.first_row, 1)) as batches:
+                batch = batch_to_arrow(next(batches), reader.columns)
+        except ValueError:
+            return {}
+        return dict(zip(names, batch.columns, strict=True))
 
 
-def find_row_groups(urls: str | Sequence[str]) -> ParquetRowGroups:
-    """Returns the row groups of a directory, in the order of the names, or of a list of files.
-
-    Args:
-        urls: A directory, a file or a list of files.
-
-    Raises:
-        FileNotFoundError: There is no file.
-        ValueError: Files that are no Parquet.
+def _is_unchanged_in_batches(kind: pa.DataType) -> bool:
+    """Returns whether batches of Farandole have the values of a column of this type, if it has no
+    nulls and its lists have one length.
     """
-    given = [urls] if isinstance(urls, str) else list(urls)
-    opened = open_files(given, "parquet", None, None)
-    if opened is None:
-        raise ValueError(f"not the URL of a data set: {urls!r}")
-    dataset = opened[0]
-    files = list(dataset.get_fragments())
-    if not isinstance(urls, str):  # they are by name now
-        order = {localized_path(url): number for number, url in enumerate(urls)}
-        files.sort(key=lambda file: order.get(localized_path(file.path), 0))
-    with ThreadPoolExecutor(_FOOTERS_AT_A_TIME) as pool:
-        footers = list(pool.map(lambda file: file.row_groups, files))
-    fragments, rows, sizes = [], [], []
-    for file, groups in zip(files, footers, strict=True):
-        for group in groups:
-            fragments.append(file.subset(row_group_ids=[group.id]))
-            rows.append(group.num_rows)
-            sizes.append(group.total_byte_size)
-    return ParquetRowGroups(dataset.schema, partition_column_names(dataset), fragments, rows, sizes)
+    if is_text_type(kind) or kind in _BYTES_TYPES:
+        return True
+    element = kind.value_type if is_list_type(kind) else kind
+    types = pa.types
+    return (
+        types.is_boolean(element)
+        or types.is_integer(element)
+        or types.is_float32(element)
+        or types.is_float64(element)
+    )
 
 
 @dataclass(frozen=True)
 class RowGroupReading:
     """The settings by which a worker reads a row group."""
 
-    file_schema: pa.Schema
+    source: ParquetRowGroups
     schema: Unischema
     """Schema of the rows in the files."""
     result_schema: Unischema
@@ -88,23 +178,19 @@ class RowGroupReading:
     batched: bool
     transform: TransformSpec | None
     predicate: PredicateBase | None
-    filter: Any
+    filters: Any
 
-    def read(self, fragment: Any, order_seed: Any, part: int, parts: int) -> Columns | list[Any]:
+    def read(self, group: RowGroup, order_seed: Any, part: int, parts: int) -> Columns | list[Any]:
         """Returns the rows of a row group: arrays by name, or a list of named tuples; empty if it
         has none.
 
         Args:
-            fragment: The row group.
+            group: The row group.
             order_seed: Seed of the order of its rows, for NumPy; `None` keeps their order.
             part: Number of the part of the rows to read.
             parts: Number of parts.
         """
-        table = fragment.to_table(
-            schema=self.file_schema,
-            columns={name: ds.field(name) for name in self.schema.fields},
-            filter=self.filter,
-        )
+        table = self.source.read_table(group, list(self.schema.fields), self.filters)
         if order_seed is not None:
             table = table.take(np.random.default_rng(order_seed).permutation(len(table)))
         if parts > 1:
@@ -215,6 +301,10 @@ def _plain_array(array: Any) -> Any:
     """Returns the array as pandas has it: nulls of integers are NaN, dates are objects, and times
     have nanoseconds, unless their years do not fit.
     """
+    number = pa.types.is_integer(array.type) or pa.types.is_floating(array.type)
+    if number and not array.null_count and len(array):  # without a copy of writable memory
+        values = np.frombuffer(array.buffers()[1], array.type.to_pandas_dtype())
+        return values[array.offset : array.offset + len(array)]
     if pa.types.is_timestamp(array.type):
         with suppress(pa.ArrowInvalid):
             array = array.cast(pa.timestamp("ns", array.type.tz))

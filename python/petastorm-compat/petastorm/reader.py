@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from farandole.data.data_memory_budget import default_byte_budget
-from petastorm._row_groups import ParquetRowGroups, RowGroupReading, find_row_groups
+from petastorm._row_groups import ParquetRowGroups, RowGroupReading
 from petastorm.errors import NoDataAvailableError
 from petastorm.etl.dataset_metadata import find_stored_schema
 from petastorm.predicates import PredicateBase
@@ -190,8 +190,8 @@ class Reader:
             given = (urls,) if isinstance(urls, str) else tuple(urls)
             StorageOptions(given, storage_options).apply_to_process()
         self.num_epochs, self.is_batched_reader = num_epochs, is_batched_reader
-        self._groups = find_row_groups(urls)
-        stored = _read_schema(urls, self._groups, is_batched_reader)
+        source = ParquetRowGroups(urls)
+        stored = _read_schema(urls, source, is_batched_reader)
         fields = list(schema_fields or ())
         read_schema = stored.create_schema_view(fields) if fields else stored
         if not read_schema.fields:
@@ -202,7 +202,7 @@ class Reader:
             transform_schema(read_schema, transform_spec) if transform_spec else read_schema
         )
         self._reading = RowGroupReading(
-            self._groups.schema,
+            source,
             read_schema,
             self.schema,
             is_batched_reader,
@@ -214,9 +214,11 @@ class Reader:
             raise ValueError(
                 f"shuffle_row_drop_partitions must be 1 or more: {shuffle_row_drop_partitions!r}"
             )
-        self._parts = min(shuffle_row_drop_partitions, max(self._groups.rows, default=1))
+        self._groups = source.groups
+        most_rows = max((group.rows for group in self._groups), default=1)
+        self._parts = min(shuffle_row_drop_partitions, most_rows)
         chosen = _choose_shard(
-            len(self._groups.rows),
+            len(self._groups),
             cur_shard,
             shard_count,
             seed if shard_seed is None else shard_seed,
@@ -354,9 +356,9 @@ class Reader:
         if self._shuffle_rows:
             # The parts of a row group are parts of one order.
             order_seed = [self._order_entropy, self._epoch, task.row_group]
-        fragment = self._groups.fragments[task.row_group]
-        size = _MEMORY_BYTES_PER_ENCODED_BYTE * self._groups.encoded_bytes[task.row_group]
-        return partial(self._reading.read, fragment, order_seed, task.part, self._parts), size
+        group = self._groups[task.row_group]
+        size = _MEMORY_BYTES_PER_ENCODED_BYTE * group.encoded_bytes
+        return partial(self._reading.read, group, order_seed, task.part, self._parts), size
 
 
 def _check_urls(urls: Any) -> str | list[str]:
@@ -367,7 +369,7 @@ def _check_urls(urls: Any) -> str | list[str]:
 
 
 def _read_schema(
-    urls: str | list[str], groups: ParquetRowGroups, is_batched_reader: bool
+    urls: str | list[str], source: ParquetRowGroups, is_batched_reader: bool
 ) -> Unischema:
     """Returns the schema that petastorm stored with a data set, or else that of its columns."""
     stored = find_stored_schema(urls) if isinstance(urls, str) else None
@@ -383,7 +385,7 @@ def _read_schema(
             "is for data sets with a stored schema",
             stacklevel=5,
         )
-    return stored or Unischema.from_arrow(groups.schema, groups.partitions)
+    return stored or Unischema.from_arrow(source.schema, source.partitions)
 
 
 def _check_predicate(predicate: Any, schema: Unischema) -> PredicateBase | None:

@@ -53,6 +53,8 @@ pub struct EpochRequest {
     pub tail: TailPolicy,
     /// Rows of the epoch that all ranks together have already processed.
     pub start_row: u64,
+    /// Most steps of this request; `None` is for all that the rows make.
+    pub max_steps: Option<u64>,
 }
 
 /// Rows of a row group that belong together in a lane.
@@ -130,11 +132,12 @@ impl EpochRequest {
         // This method is public: a request that `EpochPlan::new` has not checked may have size 0.
         let global = (u64::from(self.size) * self.batch_size).max(1);
         let left = rows.saturating_sub(self.start_row);
-        match self.tail {
+        let steps = match self.tail {
             TailPolicy::Keep | TailPolicy::Pad => left.div_ceil(global),
             TailPolicy::Drop => left / global,
             TailPolicy::Join => self.rank_row_count(rows).div_ceil(self.batch_size.max(1)),
-        }
+        };
+        self.max_steps.map_or(steps, |most| steps.min(most))
     }
 }
 
@@ -149,8 +152,9 @@ impl EpochPlan {
         let order = lanes.epoch_order(request.seed, request.epoch, request.shuffle);
         let total = lanes.total_rows();
         let steps = request.step_count(total);
-        // Only `Drop` reaches the limit: it leaves out the rows of an incomplete last step.
-        let rows = request.rank_row_count(total).min(steps * request.batch_size);
+        // Only `Drop`, which leaves out the rows of an incomplete last step, and `max_steps` reach
+        // the limit.
+        let rows = request.rank_row_count(total).min(steps.saturating_mul(request.batch_size));
         let mut plan = Self {
             parts: Vec::new(),
             phases: Vec::new(),

@@ -31,6 +31,7 @@ fn request(rank: u32, size: u32, batch_size: u64) -> EpochRequest {
         batch_size,
         tail: TailPolicy::Keep,
         start_row: 0,
+        max_steps: None,
     }
 }
 
@@ -334,6 +335,26 @@ fn a_rank_without_rows_still_has_something_to_repeat() {
     let step = plan.plan_batch(0);
     assert_eq!((plan.step_count(), step.rows, step.valid), (1, 3, 0));
     assert_eq!(plan.parts()[step.padding.unwrap()].rows, 0..1);
+}
+
+#[test]
+fn a_limit_of_steps_leaves_out_the_parts_of_later_rows() {
+    let lanes = LaneLayout::new(&manifest(&[vec![10, 7], vec![5]], 8));
+    let read = |batch_size, start_row, max_steps| {
+        let limited = EpochRequest {
+            shuffle: false,
+            start_row,
+            max_steps: Some(max_steps),
+            ..request(0, 1, batch_size)
+        };
+        let plan = EpochPlan::new(&lanes, &limited).unwrap();
+        let parts: Vec<_> = plan.parts().iter().map(|part| (part.file, part.group)).collect();
+        (parts, plan.row_count(), plan.step_count())
+    };
+    assert_eq!(read(10, 0, 1), (vec![(0, 0)], 10, 1));
+    assert_eq!(read(7, 10, 1), (vec![(0, 1)], 7, 1));
+    assert_eq!(read(5, 17, 9), (vec![(1, 0)], 5, 1));
+    assert_eq!(read(10, 0, 0), (vec![], 0, 0));
 }
 
 #[test]

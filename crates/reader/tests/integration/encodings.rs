@@ -148,7 +148,7 @@ fn check(url: &str, modulo: i64, holes: bool, shuffle: bool) {
             ..ReaderOptions::default()
         };
         let reader = Reader::new(Arc::clone(&dataset), options).unwrap();
-        let epoch = reader.start_epoch(0, 0).unwrap();
+        let epoch = reader.start_epoch(0, 0, None).unwrap();
         loop {
             let batch = match epoch.next_batch(Duration::from_secs(30)) {
                 Ok(NextBatch::Batch(batch)) => batch,
@@ -294,7 +294,7 @@ fn packed_vectors_of_any_width_are_copied() {
     store.write("_manifest.json", manifest.into()).unwrap();
     let dataset = Arc::new(ParquetDataset::open_directory("memory://packed").unwrap());
     let options = ReaderOptions { batch_size: 100, shuffle: false, ..ReaderOptions::default() };
-    let epoch = Reader::new(dataset, options).unwrap().start_epoch(0, 0).unwrap();
+    let epoch = Reader::new(dataset, options).unwrap().start_epoch(0, 0, None).unwrap();
     let Ok(NextBatch::Batch(batch)) = epoch.next_batch(Duration::from_secs(30)) else {
         unreachable!("one batch")
     };

@@ -56,7 +56,7 @@ fn read(url: &str) -> (Result<usize, Error>, usize) {
         byte_budget: BUDGET as u64,
         ..ReaderOptions::default()
     };
-    let epoch = Reader::new(dataset, options).unwrap().start_epoch(0, 0).unwrap();
+    let epoch = Reader::new(dataset, options).unwrap().start_epoch(0, 0, None).unwrap();
     let mut rows = 0;
     let done = loop {
         match epoch.next_batch(Duration::from_secs(30)) {

@@ -101,7 +101,7 @@ fn floats(batch: &Batch, column: usize) -> Vec<f32> {
 
 /// Checks that vectors go with their ids; returns all ids in order.
 fn collect(reader: &Reader, number: u64) -> Vec<i64> {
-    let epoch = reader.start_epoch(number, 0).unwrap();
+    let epoch = reader.start_epoch(number, 0, None).unwrap();
     let mut all = Vec::new();
     while let Some(batch) = next(&epoch) {
         let ids = ids(&batch);
@@ -166,7 +166,7 @@ fn ranks_share_the_rows_and_padding_weighs_nothing() {
             ..ReaderOptions::default()
         };
         let reader = open("memory://ranks/train", options);
-        let epoch = reader.start_epoch(0, 0).unwrap();
+        let epoch = reader.start_epoch(0, 0, None).unwrap();
         assert_eq!(epoch.step_count(), 16);
         while let Some(batch) = next(&epoch) {
             assert_eq!(batch.row_count(), 16);
@@ -189,7 +189,7 @@ fn casts_happen_on_the_way() {
         "memory://cast/train",
         ReaderOptions { batch_size: 300, cast, ..ReaderOptions::default() },
     );
-    let epoch = reader.start_epoch(0, 0).unwrap();
+    let epoch = reader.start_epoch(0, 0, None).unwrap();
     let batch = next(&epoch).unwrap();
     let firsts: Vec<f32> = floats(&batch, 1).chunks(3).map(|row| row[0]).collect();
     assert_eq!(floats(&batch, 0), firsts);
@@ -206,11 +206,11 @@ fn an_epoch_can_be_left_in_the_middle() {
     prepare("memory://left", 2, 1000);
     let reader =
         open("memory://left/train", ReaderOptions { batch_size: 10, ..ReaderOptions::default() });
-    let epoch = reader.start_epoch(0, 0).unwrap();
+    let epoch = reader.start_epoch(0, 0, None).unwrap();
     next(&epoch).unwrap();
     drop(epoch);
     let whole = collect(&reader, 0);
-    let epoch = reader.start_epoch(0, 500).unwrap();
+    let epoch = reader.start_epoch(0, 500, None).unwrap();
     let mut rest = Vec::new();
     while let Some(batch) = next(&epoch) {
         rest.extend(ids(&batch));
@@ -225,7 +225,7 @@ fn a_budget_that_is_too_small_is_refused_with_the_least_that_works() {
     let options =
         |byte_budget| ReaderOptions { batch_size: 10, byte_budget, ..ReaderOptions::default() };
     let Err(Error::Budget { needed, .. }) =
-        open("memory://budget/train", options(100)).start_epoch(0, 0)
+        open("memory://budget/train", options(100)).start_epoch(0, 0, None)
     else {
         unreachable!("100 bytes are not enough");
     };
@@ -252,7 +252,7 @@ fn a_row_group_of_which_the_manifest_says_too_much_is_named() {
         let columns = Some(vec!["text".to_owned()]);
         let options =
             ReaderOptions { batch_size: 10, columns, byte_budget, ..ReaderOptions::default() };
-        open(url, options).start_epoch(0, 0).err()
+        open(url, options).start_epoch(0, 0, None).err()
     };
     let error = refused(1 << 60, 64 << 20).unwrap().to_string();
     let start = "the manifest says that row group 0 of memory://overstated/f1.parquet takes \
@@ -283,7 +283,7 @@ fn the_least_budget_is_enough_if_all_lanes_continue_at_once() {
             ..ReaderOptions::default()
         };
         let Err(Error::Budget { needed, blocks, .. }) =
-            open(&url, options(100, 1)).start_epoch(0, 0)
+            open(&url, options(100, 1)).start_epoch(0, 0, None)
         else {
             unreachable!("100 bytes are not enough");
         };
@@ -315,7 +315,7 @@ fn broken_files_are_errors_that_name_the_file() {
         open("memory://broken", ReaderOptions { batch_size: 10, ..ReaderOptions::default() });
     store.delete("f1.parquet").unwrap();
     let failed = |reader: &Reader| {
-        let epoch = reader.start_epoch(0, 0).unwrap();
+        let epoch = reader.start_epoch(0, 0, None).unwrap();
         loop {
             match epoch.next_batch(WAIT) {
                 Ok(NextBatch::Batch(_)) => {}

@@ -49,7 +49,7 @@ fn reader(url: &str, options: ReaderOptions) -> Reader {
 
 /// Reads an epoch: its rows, and the seconds from the first batch to the last.
 fn read(reader: &Reader) -> (usize, f64) {
-    let epoch = reader.start_epoch(0, 0).unwrap();
+    let epoch = reader.start_epoch(0, 0, None).unwrap();
     let (mut rows, mut start) = (0, None);
     while let NextBatch::Batch(batch) = epoch.next_batch(WAIT).unwrap() {
         start.get_or_insert_with(Instant::now);
@@ -59,7 +59,7 @@ fn read(reader: &Reader) -> (usize, f64) {
 }
 
 fn failure(reader: &Reader) -> String {
-    let epoch = reader.start_epoch(0, 0).unwrap();
+    let epoch = reader.start_epoch(0, 0, None).unwrap();
     loop {
         match epoch.next_batch(WAIT) {
             Ok(NextBatch::Batch(_)) => {}
@@ -218,7 +218,7 @@ fn an_epoch_ends_although_its_store_does_not_answer() {
     let bucket = Bucket::of("silent", &prepare("memory://silent", 2, 1000, 10));
     let reader = reader(&bucket.url, ReaderOptions { batch_size: 16, ..ReaderOptions::default() });
     bucket.set_delay(Duration::from_secs(15));
-    let epoch = reader.start_epoch(0, 0).unwrap();
+    let epoch = reader.start_epoch(0, 0, None).unwrap();
     assert!(matches!(epoch.next_batch(Duration::from_millis(50)), Ok(NextBatch::Pending)));
     let start = Instant::now();
     drop(epoch);
@@ -235,7 +235,8 @@ fn a_file_that_vanishes_in_the_middle_of_an_epoch_is_named() {
         ..ReaderOptions::default()
     };
     let dataset = Arc::new(ParquetDataset::open_directory(&bucket.url).unwrap());
-    let epoch = Reader::new(Arc::clone(&dataset), options).unwrap().start_epoch(0, 0).unwrap();
+    let epoch =
+        Reader::new(Arc::clone(&dataset), options).unwrap().start_epoch(0, 0, None).unwrap();
     assert!(matches!(epoch.next_batch(WAIT), Ok(NextBatch::Batch(_))));
     let last = dataset.manifest().files.last().unwrap().path.clone();
     bucket.remove(&last);

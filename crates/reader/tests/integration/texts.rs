@@ -102,7 +102,7 @@ fn check(url: &str, modulo: i64, shuffle: bool) {
     let dataset = Arc::new(ParquetDataset::open_directory(url).unwrap());
     let epoch = Reader::new(dataset, ReaderOptions { shuffle, ..options() })
         .unwrap()
-        .start_epoch(0, 0)
+        .start_epoch(0, 0, None)
         .unwrap();
     let mut seen = Vec::new();
     while let Some(batch) = next(&epoch) {
@@ -174,7 +174,7 @@ fn lists_are_padded_to_the_shortest_length_that_fits_their_batch() {
         let reader =
             Reader::new(Arc::clone(&dataset), ReaderOptions { pad, batch_size: 3, ..options() })
                 .unwrap();
-        let epoch = reader.start_epoch(0, 0).unwrap();
+        let epoch = reader.start_epoch(0, 0, None).unwrap();
         let mut found = Vec::new();
         while let Some(batch) = next(&epoch) {
             let length = batch.padded_length(2).unwrap();
@@ -224,7 +224,7 @@ fn a_column_that_cannot_be_padded_is_named() {
     );
     let torn = open("tokens", RowPadding { fill: vec![0; 8], ..padding(9, 9) })
         .unwrap()
-        .start_epoch(0, 0)
+        .start_epoch(0, 0, None)
         .unwrap();
     let error = torn.next_batch(Duration::from_secs(30)).unwrap_err();
     assert!(
@@ -237,7 +237,8 @@ fn a_column_that_cannot_be_padded_is_named() {
     let pad =
         HashMap::from([("tokens".to_owned(), RowPadding { fixed: true, ..padding(1 << 50, 1) })]);
     let options = ReaderOptions { pad, byte_budget: u64::MAX, ..options() };
-    let endless = Reader::new(Arc::clone(&dataset), options).unwrap().start_epoch(0, 0).unwrap();
+    let endless =
+        Reader::new(Arc::clone(&dataset), options).unwrap().start_epoch(0, 0, None).unwrap();
     let error = endless.next_batch(Duration::from_secs(30)).unwrap_err();
     assert!(matches!(&error, Error::Memory { column, .. } if column == "tokens"), "{error}");
 }
@@ -249,7 +250,7 @@ fn a_budget_that_padded_batches_exceed_is_refused_with_the_least_that_works() {
     let start = |padding, byte_budget| {
         let pad = HashMap::from([("tokens".to_owned(), padding)]);
         let options = ReaderOptions { pad, byte_budget, batch_size: 4, ..options() };
-        Reader::new(Arc::clone(&dataset), options).unwrap().start_epoch(0, 0)
+        Reader::new(Arc::clone(&dataset), options).unwrap().start_epoch(0, 0, None)
     };
     // Rows of 4 MiB, whatever they hold: 16 MiB in a batch, one at the consumer and the next one.
     let most = 1 << 20;
@@ -296,7 +297,7 @@ fn one_value_in_every_row_is_read_until_it_is_too_much_for_batches() {
             byte_budget: 32 << 20,
             ..ReaderOptions::default()
         };
-        let epoch = Reader::new(dataset, options).unwrap().start_epoch(0, 0).unwrap();
+        let epoch = Reader::new(dataset, options).unwrap().start_epoch(0, 0, None).unwrap();
         let mut rows = 0;
         loop {
             match epoch.next_batch(Duration::from_secs(30))? {

@@ -454,8 +454,8 @@ async fn serve_heartbeats(
                 }
                 Ok(None) | Err(_) => break,
             },
-            // Before the verdict: a worker that is interrupted first has time for a checkpoint, even
-            // if a faster worker's end has ended the job.
+            // This branch comes before the verdict: a worker that is interrupted first has time for
+            // a checkpoint, even if a faster worker's end has ended the job.
             () = wait_until_job_interrupted(&mut interrupts), if !interrupted => {
                 interrupted = true;
                 let directive = wire::Directive { stop: None, interrupt: true };

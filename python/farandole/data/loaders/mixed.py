@@ -13,6 +13,7 @@ import numpy as np
 from farandole.common.argument_checks import check_whole_number
 from farandole.data.data_loader_base import BaseDataLoader, close_iterator
 from farandole.data.loader import WEIGHTS_KEY
+from farandole.data.loaders.global_batches import GlobalBatchLoader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -53,6 +54,7 @@ class MixedLoader(BaseDataLoader):
         Raises:
             ValueError: No loaders, ratios of other loaders, ratios that are no numbers above 0, a
                 loader without batches, other columns, or `tail="join"`.
+            TypeError: A `GlobalBatchLoader`.
         """
         if not loaders:
             raise ValueError("MixedLoader needs at least one loader")
@@ -62,6 +64,11 @@ class MixedLoader(BaseDataLoader):
         self._ratios = None if ratios is None else _normalize_ratios(ratios, self.loaders)
         lengths = []
         for name, loader in self.loaders.items():
+            if isinstance(loader, GlobalBatchLoader):
+                raise TypeError(
+                    f"the loader {name!r} is a GlobalBatchLoader, whose loss_factor is for its own "
+                    "batches alone: a mix takes a ParquetLoader"
+                )
             lengths.append(len(loader))
             if not lengths[-1]:
                 raise ValueError(f"the loader {name!r} has no batches")

@@ -20,6 +20,7 @@ import numpy as np
 from farandole.common.argument_checks import check_whole_number
 from farandole.data.data_loader_base import BaseDataLoader
 from farandole.data.loader import WEIGHTS_KEY, ParquetLoader
+from farandole.data.loaders.global_batches import GlobalBatchLoader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,11 +46,16 @@ class PoolLoader(BaseDataLoader):
             batch_size: Rows of one batch of this rank.
 
         Raises:
-            TypeError: `loader` is something else.
+            TypeError: `loader` is something else, or a `GlobalBatchLoader`.
             ValueError: `batch_size` is below 1.
         """
         if not isinstance(loader, ParquetLoader):
             raise TypeError(f"loader must be a ParquetLoader: {type(loader).__name__}")
+        if isinstance(loader, GlobalBatchLoader):
+            raise TypeError(
+                "loader must be a ParquetLoader with batches of one size: a GlobalBatchLoader has "
+                "others on each number of ranks"
+            )
         if lists := loader._nested_columns():  # noqa: SLF001 - internal to this package
             raise ValueError(f"rows of a pool must be padded: prepare {', '.join(lists)} with Pad")
         self.loader, self.batch_size = loader, check_whole_number("batch_size", batch_size)

@@ -41,6 +41,10 @@ from farandole.spark.common.data.training_statistics import (
     add_statistics_to_prepared_data,
 )
 from farandole.spark.common.estimator_hooks import EstimatorHooks
+from farandole.spark.common.global_batch import (
+    refuse_options_of_global_batch,
+    step_rows_of_all,
+)
 from farandole.spark.common.model.base import (
     FarandoleModel,
     refuse_class_columns_for_values,
@@ -417,6 +421,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorHooks, Estimator[Any]):
                 f"categories must be features or labels; these are neither: {', '.join(strange)}"
             )
         self._validation_split()  # refuses what does not go together
+        refuse_options_of_global_batch(self)
         columns = self._requested_class_columns() | (
             {} if self.getOrDefault("thresholds") is None else {"thresholds": ""}
         )
@@ -529,7 +534,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorHooks, Estimator[Any]):
         own = self._framework_fingerprint_parts()
         names = {one.name for one in own}
         parts = (*data_parts(prepared), *own, *parameter_parts(self, names))
-        step = value_digest(self.getBatchSize() * self.getBackwardPassesPerStep() * processes)
+        step = value_digest(step_rows_of_all(self, processes))
         step_totals = {"batch_size": step, "backward_passes_per_step": step}
         length = tuple(parameter_parts(self, (), LENGTH_PARAMS))
         return Fingerprint(parts, length).with_process_independent_totals(

@@ -104,6 +104,13 @@ class EstimatorParams(DeclaredParams):
     batch_size: Parameter[int] = Parameter(
         "Rows per step and process.", argument_checks.make_minimum_check(1), default=32
     )
+    global_batch_size: Parameter[int] = Parameter(
+        "Rows of a step of the optimizer on all processes together, however many there are. The "
+        "learning rate is then not multiplied by their number, and processes that join or leave do "
+        "not change what is trained. Without it, a step has `batch_size` rows of each process.",
+        argument_checks.make_minimum_check(1),
+        default=None,
+    )
     val_batch_size: Parameter[int] = Parameter(
         "The same for validation; without it, `batch_size`.",
         argument_checks.make_minimum_check(1),

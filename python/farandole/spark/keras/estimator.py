@@ -21,6 +21,11 @@ from farandole.spark.common.data.training_data import (
 )
 from farandole.spark.common.datamodule import resolve_data_module_class
 from farandole.spark.common.estimator import FarandoleEstimator
+from farandole.spark.common.global_batch import (
+    learning_rate_factor,
+    refuse_row_limit,
+    require_row_for_each_process,
+)
 from farandole.spark.common.runs.tracking import ModelExample
 from farandole.spark.common.training_plan import FrameworkTrainingJob
 from farandole.spark.keras import model_compilation
@@ -130,6 +135,7 @@ class KerasEstimator(
                 f"{len(loss)}"
             )
         refuse_nested_columns(self.getRagged())
+        refuse_row_limit(self)
         for callback in self.getCallbacks():
             if not isinstance(callback, keras.callbacks.Callback):
                 raise TypeError(f"a callback must be a keras.callbacks.Callback: {callback!r}")
@@ -156,6 +162,7 @@ class KerasEstimator(
         return inputs, outputs
 
     def _create_framework_job(self, prepared: Prepared, backend: Backend) -> FrameworkTrainingJob:
+        require_row_for_each_process(self, backend.max_processes())
         job, copy, outputs, fingerprint = self._create_job(prepared, backend.num_processes())
         if self.getDataModule() is None:
             job = check_loss_form(
@@ -282,7 +289,8 @@ class KerasEstimator(
         shape, arrays, outputs = model_compilation.try_model(
             copy, shape, label_columns, self.getLabelShapes(), self.getSampleWeightCol() is not None
         )
-        totals = total_learning_rate_digest(copy.model, self.getOptimizer(), processes)
+        factor = learning_rate_factor(self, processes)
+        totals = total_learning_rate_digest(copy.model, self.getOptimizer(), factor)
         fingerprint = self._fit_fingerprint(prepared, processes, totals)  # the model is built
         objects = KerasUserObjects(
             custom_objects=copy.custom_objects,

@@ -69,8 +69,16 @@ class KerasTrainingJob(TrainingJob):
 
     @property
     def step_rows(self) -> int:
-        """Rows of a step of the optimizer on one process."""
-        return self.data.batch_size * self.passes
+        """Rows of a step of the optimizer: of a global batch, or of one process."""
+        return (self.data.step_rows or self.data.batch_size) * self.passes
+
+    def learning_rate_factor(self, size: int) -> int:
+        """Returns the number by which the learning rate is multiplied.
+
+        Args:
+            size: number of processes.
+        """
+        return size if self.data.step_rows is None else 1
 
 
 @dataclass

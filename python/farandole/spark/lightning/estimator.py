@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from farandole.spark.common.datamodule import resolve_data_module_class
+from farandole.spark.common.global_batch import refuse_row_limit, require_row_for_each_process
 from farandole.spark.common.param_checks import feature_arguments
 from farandole.spark.common.runs.digests import class_name
 from farandole.spark.common.runs.fingerprint import FingerprintPart
@@ -84,8 +85,22 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
                 "that shards states, by trainer_args"
             )
 
+    def _refuse_other_passes(self) -> None:
+        """Refuses a number of passes for the `Trainer` by which a global batch is not divided."""
+        name = "accumulate_grad_batches"
+        passes = self.getBackwardPassesPerStep()
+        given = (self.getTrainerArgs() or {}).get(name, passes)
+        if self.getGlobalBatchSize() is not None and given != passes:
+            raise ValueError(
+                f"global_batch_size={self.getGlobalBatchSize()} is divided by "
+                f"backward_passes_per_step={passes}: trainer_args cannot have another {name}: "
+                f"{given}"
+            )
+
     def _check_settings(self) -> None:
         super()._check_settings()
+        refuse_row_limit(self)
+        self._refuse_other_passes()
         self._refuse_options_of_torch_estimator()
         if self._lightning_package() is None:
             if self.getOptimizer() is None:
@@ -139,6 +154,7 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
         return TorchModel
 
     def _create_framework_job(self, prepared: Prepared, backend: Backend) -> FrameworkTrainingJob:
+        require_row_for_each_process(self, backend.max_processes())
         sampled = self._sample_columns(prepared, backend)
         fingerprint = self._fit_fingerprint(prepared, backend.num_processes(), {})
         is_plain, losses = self._lightning_package() is None, self._constructed_losses()

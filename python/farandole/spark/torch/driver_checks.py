@@ -115,8 +115,10 @@ def check_batch_norms(
                 "farandole.torch.SyncBatchNorm.convert_sync_batchnorm(model)"
             )
     are_synchronized = [isinstance(layer, SyncBatchNorm) for layer in norms]
-    step_rows = job.data.batch_size * processes
-    is_small = job.data.batch_size == 1 and not all(are_synchronized)
+    step_rows = job.data.step_rows or job.data.batch_size * processes
+    batch_rows = min(job.data.batch_size, step_rows // processes)
+    limit = "batch_size is 1" if job.data.batch_size == 1 else "a process has one row of a step"
+    is_small = batch_rows == 1 and not all(are_synchronized)
     ends_small = any(are_synchronized) and job.data.train_rows % step_rows == 1
     if not is_small and not ends_small:
         return
@@ -124,9 +126,8 @@ def check_batch_norms(
     for layer in few:
         if is_small and not isinstance(layer, SyncBatchNorm):
             raise ValueError(
-                f"the batch norm layer {norms[layer]!r} needs two rows in a batch, and batch_size "
-                "is 1: use a larger batch_size, or farandole.torch.SyncBatchNorm with several "
-                "processes"
+                f"the batch norm layer {norms[layer]!r} needs two rows in a batch, and {limit}: "
+                "use a larger batch_size, or farandole.torch.SyncBatchNorm with several processes"
             )
         if ends_small and isinstance(layer, SyncBatchNorm):
             raise ValueError(

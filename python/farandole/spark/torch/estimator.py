@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from farandole.spark.common.datamodule import resolve_data_module_class
+from farandole.spark.common.global_batch import learning_rate_factor, require_row_for_each_process
 from farandole.spark.common.runs.fingerprint import FingerprintPart
 from farandole.spark.common.training_plan import FrameworkTrainingJob
 from farandole.spark.torch import callbacks, driver_checks
@@ -28,6 +29,7 @@ from farandole.spark.torch.saving.persistence import (
     TorchEstimatorParamsWriter,  # noqa: F401
 )
 from farandole.spark.torch.training.averaged_weights import fitted_weights
+from farandole.spark.torch.training.micro_batches import micro_batch_count
 from farandole.torch.optimizer import require_elementwise_optimizer
 
 if TYPE_CHECKING:
@@ -79,6 +81,7 @@ class TorchEstimator(TorchEstimatorBase):
         losses = self._label_losses()
         self._refuse_options_of_losses()
         self._refuse_options_of_distribution()
+        self._refuse_options_of_micro_batches()
         if self.getLossConstructors() is None:
             for loss in losses:
                 find_loss_reduction(loss, self.getLossReduction())
@@ -116,6 +119,31 @@ class TorchEstimator(TorchEstimatorBase):
         if self.getShardOptimizer():
             require_elementwise_optimizer(self.getOptimizer())
 
+    def _refuse_options_of_micro_batches(self) -> None:
+        """Refuses options that do not go with a global batch, or with parts of it."""
+        rows = self.getGlobalBatchSize()
+        if rows is None:
+            return
+        if self.getSyncEvery() > 1:
+            raise ValueError(
+                f"global_batch_size={rows} cannot be combined with sync_every="
+                f"{self.getSyncEvery()}: each process takes steps of its own rows"
+            )
+        if not self.isSet("batch_size"):
+            return
+        refused = {
+            f"backward_passes_per_step={self.getBackwardPassesPerStep()}": (
+                self.getBackwardPassesPerStep() > 1
+            ),
+            "train_minibatch_fn": self.getTrainMinibatchFn() is not None,
+        }
+        for option, given in refused.items():
+            if given:
+                raise ValueError(
+                    f"global_batch_size={rows} with batch_size={self.getBatchSize()}, which limits "
+                    f"the rows of a backward pass, cannot be combined with {option}"
+                )
+
     def get_model_class(self) -> type[TorchModel]:
         """Returns the class of the fitted model."""
         return TorchModel
@@ -124,11 +152,11 @@ class TorchEstimator(TorchEstimatorBase):
         processes = backend.num_processes()
         sampled = self._sample_columns(prepared, backend)
         # Local steps have the learning rate of one process.
-        totals = total_learning_rate_digest(
-            self.getOptimizer(), 1 if self.getSyncEvery() > 1 else processes
-        )
+        factor = 1 if self.getSyncEvery() > 1 else learning_rate_factor(self, processes)
+        totals = total_learning_rate_digest(self.getOptimizer(), factor)
         fingerprint = self._fit_fingerprint(prepared, processes, totals)
         most = backend.max_processes()
+        require_row_for_each_process(self, most)
         if self.getShardOptimizer() and most != processes:
             raise ValueError(
                 "shard_optimizer=True needs a fixed number of processes: when one is lost, its "
@@ -139,9 +167,8 @@ class TorchEstimator(TorchEstimatorBase):
         if self.getDataModule() is None:
             driver_checks.check_batch_norms(job, objects.model, sampled.rows, processes)
         apart = job.loop.takes_local_steps  # then each process has losses of its own
-        try_unknown_losses(
-            job, losses, objects.model, objects.transformation, processes=1 if apart else most
-        )
+        parts = 1 if apart else max(most, micro_batch_count(job.data, 1))
+        try_unknown_losses(job, losses, objects.model, objects.transformation, processes=parts)
 
         def load_result(trained: TorchTrainingResult) -> torch.nn.Module:
             state = state_bytes.unpack_state(trained.checkpoint)
@@ -225,8 +252,9 @@ class TorchEstimator(TorchEstimatorBase):
         ]
         fields, own, form = self._job_fields(prepared, fingerprint), None, None
         if self._has_own_loss():
+            parts = max(processes, micro_batch_count(fields["data"], 1))
             trial, own = self._try_own_loss(
-                tried, labels, mine.model, sampled, fields["data"], processes
+                tried, labels, mine.model, sampled, fields["data"], parts
             )
             labels, form, losses = list(trial.labels), trial.output_form, [own] * len(names)
         weights = self.getLossWeights() or [1.0 / len(names)] * len(names)

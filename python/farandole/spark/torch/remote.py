@@ -3,7 +3,9 @@
 """The training loop, as it runs in every process of a job.
 
 The learning rate is multiplied by the number of processes, in new and in resumed runs; checkpoints
-contain the rate of one process. If a run is resumed with other rows of a step on each process, its
+contain the rate of one process. With a global batch, the rate stays as the user set it, and a step
+is the same on any number of processes: each puts its rows through the model in as many parts as its
+memory needs. If a run is resumed with other rows of a step on each process, its
 rate is multiplied by their ratio, so steps of equally many rows in all keep their rate. If a run
 has a checkpoint, it continues after the last complete epoch, up to `epochs` in total, so a repeated
 run repeats only the lost steps.
@@ -37,6 +39,10 @@ from farandole.spark.torch.training.batch_norm import (
 from farandole.spark.torch.training.checkpoints import RunCheckpoints
 from farandole.spark.torch.training.elastic import TorchRunProgress
 from farandole.spark.torch.training.finite_loss import FiniteLossCheck
+from farandole.spark.torch.training.micro_batches import (
+    micro_batch_count,
+    split_into_micro_batches,
+)
 from farandole.spark.torch.training.optimizer_stepper import OptimizerStepper, gradient_operation
 from farandole.spark.torch.training.process_setup import (
     choose_rank_device,
@@ -56,7 +62,6 @@ if TYPE_CHECKING:
         TorchUserObjects,
         TrainingLoopOptions,
     )
-    from farandole.spark.torch.training.batch_evaluator import ScoredBatch
     from farandole.spark.torch.training.process_setup import BatchedSource
     from farandole.spark.torch.training.step_counts import StepLossDivisors
 
@@ -165,7 +170,7 @@ class _TorchTrainer:
             self.rank,
             self.size,
             moves=self.elastic_run.moves,
-            least_rows=min_batch_rows_for_norms(self.model),
+            least_rows=self.batch_rows_at_least,
         )
         with module:
             for epoch in range(len(self.history), self.loop.epochs):
@@ -180,6 +185,7 @@ class _TorchTrainer:
         """
         task.check_gpu_agreement(self.device.type == "cuda")
         self.size = self.batches.size = self.callbacks.state.size = hvd.size()
+        self._divide_steps()
         self.rank = self.checkpoints.rank = self.callbacks.state.rank = hvd.rank()
         self.end_reason = None
         if not self.elastic_run.reached.begun:
@@ -197,6 +203,15 @@ class _TorchTrainer:
             self.has_entered = True
             self.callbacks.call_callbacks("on_train_begin")
         self.elastic_run.commit_progress(begun=True, stepper=self.stepper.snapshot_state())
+
+    def _divide_steps(self) -> None:
+        """Divides the rows of a step among the processes of this world."""
+        self.parts = micro_batch_count(self.job.data, self.size)
+        self.batch_rows_at_least = min_batch_rows_for_norms(self.model)
+        if self.job.data.step_rows is not None:
+            self.optimizer.set_backward_passes_per_step(
+                self.parts * self.loop.backward_passes_per_step
+            )
 
     def _begin_run(self) -> None:
         """Begins the run in the job's first world, fresh or from its checkpoint."""
@@ -237,12 +252,14 @@ class _TorchTrainer:
             self.gathered_at = self.stepper.taken
 
     def _step_rows(self) -> int:
-        """Returns the rows of a step of the optimizer on one process."""
-        return self.job.data.batch_size * self.loop.backward_passes_per_step
+        """Returns the rows of a step of the optimizer: of a global batch, or of one process."""
+        data = self.job.data
+        return (data.step_rows or data.batch_size) * self.loop.backward_passes_per_step
 
     def _rate_factor(self, rate_rows: int) -> float:
         """Returns the factor of the learning rate that checkpoints contain."""
-        processes = 1 if self.loop.takes_local_steps else self.size
+        has_own_rows = self.job.data.step_rows is None and not self.loop.takes_local_steps
+        processes = self.size if has_own_rows else 1
         return processes * self._step_rows() / rate_rows
 
     def _synchronize_local_steps(self) -> None:
@@ -342,8 +359,7 @@ class _TorchTrainer:
         for rows, counts in counted:
             meter.mark_rows_read()
             step += 1
-            outputs, labels, terms = self._train_batch(rows, counts, step - 1, steps)
-            scores.add_batch(outputs, labels, terms, rows.valid)
+            self._train_batch(rows, counts, step - 1, steps, scores)
             if self.callbacks.has_callbacks("on_batch_end"):
                 state.step, state.loss = step, scores.mean_loss()
                 self.callbacks.call_callbacks("on_batch_end")
@@ -381,26 +397,34 @@ class _TorchTrainer:
         return is_due and (self.minibatch is None or self.minibatch.is_between_steps)
 
     def _train_batch(
-        self, rows: PaddedRankBatch, counts: StepLossDivisors, step: int, steps: int
-    ) -> ScoredBatch:
+        self,
+        rows: PaddedRankBatch,
+        counts: StepLossDivisors,
+        step: int,
+        steps: int,
+        scores: ScoreSums,
+    ) -> None:
         passes = self.loop.backward_passes_per_step
         if self.minibatch is not None:
             outputs, labels, terms = self.minibatch(rows, step, passes, counts)
             self._check_finite_step_loss(rows, terms, step)
-            return outputs, labels, terms
+            scores.add_batch(outputs, labels, terms, rows.valid)
+            return
         if step % passes == 0:
             self.optimizer.zero_grad()
-        with self.stepper.meter.trace_phase("forward"), self.stepper.autocast_context():
-            outputs, labels, terms = self.batches.forward_with_losses(rows)
-        self._check_finite_step_loss(rows, terms, step)  # before any gradient is computed from it
-        self.stepper.backward(counts.step_loss(terms))
+        for part in split_into_micro_batches(rows, self.parts, self.batch_rows_at_least):
+            with self.stepper.meter.trace_phase("forward"), self.stepper.autocast_context():
+                outputs, labels, terms = self.batches.forward_with_losses(part)
+            # Before any gradient is computed from it.
+            self._check_finite_step_loss(part, terms, step)
+            self.stepper.backward(counts.step_loss(terms))
+            scores.add_batch(outputs, labels, terms, part.valid)
         if (step + 1) % passes == 0 or step == steps - 1:
             self.stepper.take_step()
             if self.average is not None:
                 self.average.add_step()
             if self.loop.lr_scheduler_interval == "step":
                 self.stepper.step_scheduler(None)
-        return outputs, labels, terms
 
     def _check_finite_step_loss(
         self, rows: PaddedRankBatch, terms: list[LossTerm], step: int

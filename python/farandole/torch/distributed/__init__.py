@@ -7,10 +7,10 @@ launched into, so `init_process_group` needs only the backend's name under `fara
 Spark jobs, which set the environment that `env://` reads. `init_method="farandole://"` does not use
 the environment. Processes without a launcher form a world by any other `init_method` of torch.
 
-It needs torch 2.14 or newer. Tensors on the host are used in place, tensors on a GPU go through
-host memory. All functions of `torch.distributed` work as with Gloo:
-`docs/user-guide/torch-distributed.md` lists them with their differences. The links of groups end
-with the session, not with `destroy_process_group`.
+Tensors on the host are used in place, tensors on a GPU go through host memory. All functions of
+`torch.distributed` work as with Gloo: `docs/user-guide/torch-distributed.md` lists them with their
+differences, and the limits before torch 2.14. The links of groups end with the session, not with
+`destroy_process_group`.
 
 With `enable_reconfigure=True` (torch 2.15) a group has no members before
 `torch.distributed._reconfigure`, which changes them as often as it is called. In an elastic job,
@@ -25,31 +25,18 @@ Example:
     model = torch.nn.parallel.DistributedDataParallel(model)
 """
 
-from typing import Final
-
-import torch
 import torch.distributed as dist
-
-_MIN_TORCH_VERSION: Final = "2.14"
-"""Earlier versions cannot make an object of a backend in Python."""
 
 if not dist.is_available():
     raise ImportError(
         "farandole.torch.distributed needs a PyTorch that was built with torch.distributed"
     )
-if torch.__version__ < _MIN_TORCH_VERSION:
-    raise ImportError(
-        f"farandole.torch.distributed needs torch {_MIN_TORCH_VERSION} or newer, and this is "
-        f"{torch.__version__}. farandole.torch works with it: DistributedOptimizer and all "
-        "operations",
-        name="torch",
-    )
 
-from farandole.torch.distributed._as_gloo import as_gloo  # noqa: E402 - it needs this torch
-from farandole.torch.distributed._backend import FarandoleBackend  # noqa: E402 - as above
-from farandole.torch.distributed._fault_tolerant import FaultTolerantDataParallel  # noqa: E402
-from farandole.torch.distributed._group_creation import create_backend  # noqa: E402 - as above
-from farandole.torch.distributed._rendezvous import register_rendezvous  # noqa: E402 - as above
+from farandole.torch.distributed._as_gloo import as_gloo
+from farandole.torch.distributed._backend import FarandoleBackend
+from farandole.torch.distributed._fault_tolerant import FaultTolerantDataParallel
+from farandole.torch.distributed._group_creation import create_backend
+from farandole.torch.distributed._rendezvous import register_rendezvous
 
 __all__ = ["FarandoleBackend", "FaultTolerantDataParallel", "as_gloo"]
 

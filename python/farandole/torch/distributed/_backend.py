@@ -142,7 +142,7 @@ class FarandoleBackend(ReductionOperations):
             address,
             root,
             self._member_set_number,
-            not opts.asyncOp,
+            self._is_waited_at_once(opts),
         )
 
         def finish_broadcast(_: list[Any]) -> None:
@@ -185,7 +185,7 @@ class FarandoleBackend(ReductionOperations):
                 part.shape,
                 part.data_ptr(),
                 self._member_set_number,
-                not opts.asyncOp,
+                self._is_waited_at_once(opts),
             )
             submission: tuple[Any, ...] = (engine.allgather, name, *described)
         else:
@@ -289,7 +289,7 @@ class FarandoleBackend(ReductionOperations):
             data.data_ptr(),
             sends,
             self._member_set_number,
-            not opts.asyncOp,
+            self._is_waited_at_once(opts),
         )
         submission = (engine.alltoall, name, *described)
 

@@ -39,7 +39,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend, GradBucket
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from farandole._native import engine
@@ -53,6 +53,11 @@ from farandole.torch._handles import ENGINE_DTYPES, table, to_engine_tensor
 from farandole.torch._reduce import TensorReduction
 from farandole.torch._state_comparison import describe_named_tensor, split_equal_tensors
 from farandole.torch._state_transfer import TransferRoles, transfer_tensors
+from farandole.torch.distributed._direct_group import (
+    HAS_PYTHON_BACKENDS,
+    BackendBase,
+    DirectGroup,
+)
 from farandole.torch.distributed._reconfigurable_groups import ReconfigurableGroup
 from farandole.torch.distributed._work import CompletedWork
 from farandole.torch.sync_batch_norm import SyncBatchNorm
@@ -476,7 +481,7 @@ def _require_default_group() -> None:
         )
 
 
-class _SingleProcessBackend(Backend):
+class _SingleProcessBackend(BackendBase):
     """The collectives that DDP uses, in a group of this process alone."""
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
@@ -490,6 +495,8 @@ class _SingleProcessBackend(Backend):
 
 
 def _single_process_group() -> dist.ProcessGroup:
+    if not HAS_PYTHON_BACKENDS:
+        return DirectGroup(_SingleProcessBackend(0, 1))
     group = dist.ProcessGroup(0, 1)
     kind = dist.ProcessGroup.BackendType.CUSTOM
     group._set_default_backend(kind)  # noqa: SLF001 - as torch does for groups of such backends

@@ -7,8 +7,11 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch
+
 from farandole.common import basics
 from farandole.torch.distributed._backend import FarandoleBackend, make_member_backend
+from farandole.torch.distributed._direct_group import HAS_PYTHON_BACKENDS, DirectGroup
 from farandole.torch.distributed._groups import set_world_store, start_opening_member_set
 from farandole.torch.distributed._process_group import FarandoleGroup
 from farandole.torch.distributed._reconfigurable_groups import (
@@ -30,6 +33,11 @@ def create_backend(options: Any, _: Any) -> FarandoleBackend | FarandoleGroup:
         ValueError: When torch's rank or size is not Farandole's, or the group is not supported.
     """
     devices = _requested_devices(sys._getframe(1).f_locals)  # noqa: SLF001 - the function has no argument for them
+    if devices is None and not HAS_PYTHON_BACKENDS:
+        raise ValueError(
+            "a group of farandole and other backends needs torch 2.14 or newer, and this is torch "
+            f"{torch.__version__}: pass backend='farandole'"
+        )
     if getattr(options, "enable_reconfigure", False):  # since torch 2.15
         return _create_reconfigurable_group(options)
     if not options.global_ranks_in_group:
@@ -38,7 +46,8 @@ def create_backend(options: Any, _: Any) -> FarandoleBackend | FarandoleGroup:
         backend = make_member_backend(list(options.global_ranks_in_group), options.timeout)
     if devices is None:
         return backend
-    return FarandoleGroup(backend, options.store, devices)
+    group_class = FarandoleGroup if HAS_PYTHON_BACKENDS else DirectGroup
+    return group_class(backend, options.store, devices)
 
 
 def _requested_devices(caller: dict[str, Any]) -> list[str] | None:

@@ -15,9 +15,9 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C._distributed_c10d import Backend
 
 from farandole.torch.distributed._completion import BackgroundCompleter
+from farandole.torch.distributed._direct_group import BackendBase
 from farandole.torch.distributed._work import CombinedWork, FarandoleWork, PendingOperation
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Tensors = list[torch.Tensor]
 
 
-class GroupOperations(Backend):
+class GroupOperations(BackendBase):
     """The state of a group's operations.
 
     Args:
@@ -58,7 +58,7 @@ class GroupOperations(Backend):
         self._store = store
         self._name = f"torch.distributed.{name}"
         self._limit = timeout
-        self._options = Backend.Options("farandole", timeout)
+        self._options = BackendBase.Options("farandole", timeout)
         self._operation_numbers = itertools.count()
         self._operation_count = 0
         self._completer = BackgroundCompleter()
@@ -99,6 +99,11 @@ class GroupOperations(Backend):
             torch.cat([parts[rank] for rank in self._engine_order]),
             [rows[rank] for rank in self._engine_order],
         )
+
+    @staticmethod
+    def _is_waited_at_once(opts: Any) -> bool:
+        """Returns whether the caller waits at once; not known in torch 2.6."""
+        return not getattr(opts, "asyncOp", True)
 
     def _next_name(self) -> str:
         self._operation_count += 1

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from farandole.torch.distributed._backend import FarandoleBackend
 
-_OPERATIONS: Final = (
+OPERATIONS: Final = (
     "allreduce",
     "allreduce_coalesced",
     "broadcast",
@@ -156,7 +156,7 @@ def _forward_operation_to_backend(name: str) -> Callable[..., Any]:
     return run_operation
 
 
-for _names in _OPERATIONS:
+for _names in OPERATIONS:
     _known = [name for name in _names.split() if hasattr(dist.ProcessGroup, name)]
     for _name in _known[:1]:
         setattr(FarandoleGroup, _name, _forward_operation_to_backend(_name))

@@ -139,7 +139,7 @@ class ReductionOperations(GroupOperations):
         data = scale_before_sum(to_reducible_host(tensor), opts.reduceOp)
         result = torch.empty_like(data) if target is None else data
         submission = self._reduction_submission(
-            engine.allreduce, data, result, op, caller_waits=not opts.asyncOp
+            engine.allreduce, data, result, op, caller_waits=self._is_waited_at_once(opts)
         )
         return self._submit_work(
             submission, (data, result), lambda _: store_result(result), [tensor]
@@ -259,7 +259,7 @@ class ReductionOperations(GroupOperations):
             data = data[order]
         result = torch.empty_like(data[0])
         submission = self._reduction_submission(
-            engine.reducescatter, data, result, op, caller_waits=not opts.asyncOp
+            engine.reducescatter, data, result, op, caller_waits=self._is_waited_at_once(opts)
         )
         return self._submit_work(
             submission, (data, result), lambda _: copy_into(output, result), [output]

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 table = HandleTable("distributed")
 """The operations of this backend in progress."""
 
+works_held_for_cpp: set[Work] = set()
+"""Works that C++ of torch 2.6 may hold without their Python objects: each is here until its first
+wait or request for a future."""
 _NO_TIMEOUT = timedelta(0)
 _watched: weakref.WeakKeyDictionary[PendingOperation, tuple[str, float]] | None = None
 """Names of operations and their start times; `None` unless requested."""
@@ -227,6 +230,7 @@ class FarandoleWork(Work):
             ValueError: When ranks disagree about the operation.
             OperationTimeoutError: When it took longer than the timeout; it stays in progress.
         """
+        works_held_for_cpp.discard(self)
         limit = timeout if timeout > _NO_TIMEOUT else self._limit
         seconds = limit.total_seconds() if limit > _NO_TIMEOUT else None
         if not self._pending.wait_until_over(seconds):
@@ -289,6 +293,7 @@ class FarandoleWork(Work):
 
     def get_future(self) -> Any:
         """Returns a future of the tensors the operation writes."""
+        works_held_for_cpp.discard(self)
         return make_future(self._pending, self._outputs, self._completer, self._limit)
 
 
@@ -309,6 +314,7 @@ class CombinedWork(Work):
         Raises:
             Exception: The first error of a work, after all have ended.
         """
+        works_held_for_cpp.discard(self)
         failure: Exception | None = None
         for work in self._works:
             try:
@@ -342,6 +348,7 @@ class CombinedWork(Work):
 
     def get_future(self) -> Any:
         """Returns a future of the tensors of all works."""
+        works_held_for_cpp.discard(self)
         return torch.futures.collect_all([work.get_future() for work in self._works]).then(
             lambda every: [tensor for one in every.value() for tensor in one.value()]
         )

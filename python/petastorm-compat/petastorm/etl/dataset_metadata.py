@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from farandole._native.store import Store
 from farandole.data.inputs.file_discovery import is_file_path
 from petastorm._pickled_schemas import read_pickled_schema
-from petastorm._row_groups import find_row_groups
+from petastorm._row_groups import ParquetRowGroups
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -111,21 +111,21 @@ def store_schema(dataset_url: str, schema: Unischema) -> None:
         dataset_url: URL of the data set.
         schema: The schema.
     """
-    groups = find_row_groups(dataset_url)
+    source = ParquetRowGroups(dataset_url)
     store, pickled = Store(dataset_url), io.BytesIO()
     _SchemaPickler(pickled, protocol=4).dump(schema)
     base = store.local_path or store.url
     counts: dict[str, int] = {}
-    for fragment in groups.fragments:
-        path = os.path.relpath(fragment.path, base)
+    for group in source.groups:
+        path = os.path.relpath(group.file.path, base)
         counts[path] = counts.get(path, 0) + 1
     metadata = {
-        **(groups.schema.metadata or {}),
+        **(source.schema.metadata or {}),
         UNISCHEMA_KEY: pickled.getvalue(),
         ROW_GROUPS_PER_FILE_KEY: json.dumps(counts).encode(),
     }
     file = io.BytesIO()
-    pq.write_metadata(groups.schema.with_metadata(metadata), file)
+    pq.write_metadata(source.schema.with_metadata(metadata), file)
     store.write(_METADATA_FILE, file.getvalue())
 
 

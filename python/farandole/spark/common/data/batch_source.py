@@ -7,6 +7,10 @@ of steps. The last batches of two ranks may differ by one row. If a step has few
 are processes, some processes repeat rows with weight 0. A pass contains each row once.
 If an epoch has more steps than a pass, it continues with the next pass.
 
+With a fixed number of rows in a step of all processes (`step_rows`), step `k` of a pass has the
+rows `k * step_rows` up to `(k + 1) * step_rows`, for any number of processes. If that number does
+not divide `step_rows`, the batches of two ranks differ by one row in every step.
+
 In an elastic job, an epoch may continue in the middle with another number of processes: at an
 `EpochPosition`, which is the same for all of them. The order of a pass does not depend on the
 number of processes.
@@ -14,6 +18,7 @@ number of processes.
 
 from __future__ import annotations
 
+import itertools
 import math
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -31,10 +36,11 @@ from farandole.data.data_memory_budget import (
     reserve_memory,
 )
 from farandole.data.ragged import lengths_column_name
+from farandole.data.step_rows import own_row_count, recut_batches, step_row_counts
 from farandole.stores.local_paths import explain_unreadable_data
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -98,9 +104,11 @@ class BatchSource:
         url: URL of the data set.
         columns: columns to read, and the type to which the reader converts each of them; `None`
             leaves the type.
-        batch_size: rows of one batch of this process.
+        batch_size: rows of one batch of this process, at most.
         rank: this process.
         size: processes.
+        step_rows: rows of a step of all processes together, at least `size`; `None` is `size *
+            batch_size`. A process then reads the quotient, rounded up, at once.
         seed: seed of the order.
         shuffle: whether each pass has another order.
         threads: reading threads.
@@ -128,6 +136,7 @@ class BatchSource:
         batch_size: int,
         rank: int = 0,
         size: int = 1,
+        step_rows: int | None = None,
         seed: int = 0,
         shuffle: bool = False,
         threads: int = 2,
@@ -142,7 +151,13 @@ class BatchSource:
         missing = missing or MissingValuePolicy()
         self._ragged = {name: one for name, one in (ragged or {}).items() if name in columns}
         self._nested = [name for name, one in self._ragged.items() if one.nested]
-        fixed = fixed or (in_memory and not moves)
+        if step_rows is not None:
+            batch_size = -(-step_rows // size)
+        self._step_rows = size * batch_size if step_rows is None else step_rows
+        self.deals_equally = self._step_rows % size == 0
+        """Whether processes have equally many rows in every step but the last of a pass."""
+        # Batches of a process are joined and cut unless all have as many rows as the reader's.
+        fixed = fixed or (in_memory and not moves) or not self.deals_equally
         with explain_unreadable_data(url):
             dataset = Dataset.open_url(url)
             self._reader = Reader(
@@ -183,12 +198,11 @@ class BatchSource:
                 "tensors cannot hold strings: a transformation_fn can make numbers of "
                 f"{', '.join(texts)}"
             )
-        self.steps = self._reader.step_count()
         self.total = dataset.rows
+        self.steps = self._pass_step_count(0)
         self.own = max(0, -(-(dataset.rows - rank) // size))
         """Rows of this process in a pass."""
         self._url = url
-        self._batch_size = batch_size
         self._size = size
         self._names = list(columns)
         self._transformation = transformation
@@ -206,13 +220,15 @@ class BatchSource:
     @property
     def own_step_count(self) -> int:
         """Batches in which this process has rows, one at least."""
-        return max(1, -(-self.own // self._batch_size))
+        last_row = (self.own - 1) * self._size + self._rank
+        return last_row // self._step_rows + 1 if self.own else 1
 
     @property
     def has_equal_rows_on_ranks(self) -> bool:
         """Whether every process has as many rows as the others in every step."""
         return (
-            self.total % self._size == 0
+            self.deals_equally
+            and self.total % self._size == 0
             and (self.total - self._start_position.row) % self._size == 0
         )
 
@@ -220,18 +236,28 @@ class BatchSource:
     def has_idle_ranks(self) -> bool:
         """Whether some processes have no row in the last step of a pass."""
         ends = {self.total, self.total - self._start_position.row}
-        return any((rows - 1) % (self._size * self._batch_size) + 1 < self._size for rows in ends)
+        return any((rows - 1) % self._step_rows + 1 < self._size for rows in ends)
 
     def idle_steps(self, steps: int) -> list[int]:
         """Returns the steps of an epoch of so many in which this process has no row: ends of
         passes, if any.
         """
-        whole, remaining_rows = self._size * self._batch_size, self.total - self._start_position.row
         first = self.steps_until_end() - 1
-        found = [first] if (remaining_rows - 1) % whole < self._rank and first < steps else []
-        if (self.total - 1) % whole < self._rank:
+        is_idle = self._is_idle_at_end(self.total - self._start_position.row)
+        found = [first] if is_idle and first < steps else []
+        if self._is_idle_at_end(self.total):
             found += range(first + self.steps, steps, self.steps)
         return found
+
+    def _is_idle_at_end(self, rows: int) -> bool:
+        """Returns whether this process has no row in the last step of so many rows."""
+        begin = (rows - 1) // self._step_rows * self._step_rows
+        before, after = (own_row_count(edge, self._rank, self._size) for edge in (begin, rows))
+        return before == after
+
+    def _pass_step_count(self, row: int) -> int:
+        """Returns the steps of a pass from a row on."""
+        return -(-(self.total - row) // self._step_rows)
 
     def set_epoch_start(self, position: EpochPosition) -> None:
         """Sets the position at which epochs begin or continue, until the next call.
@@ -247,7 +273,7 @@ class BatchSource:
         this epoch continues.
         """
         position = self._start_position
-        return position.steps + max(1, self._reader.step_count(position.row))
+        return position.steps + max(1, self._pass_step_count(position.row))
 
     def position_after_steps(self, number: int, steps: int) -> EpochPosition:
         """Returns the position of all processes after some steps of an epoch.
@@ -308,10 +334,10 @@ class BatchSource:
         """Returns the rows of all processes in the steps from the place where the epoch
         continues up to `steps`.
         """
-        whole, remaining_rows = self._size * self._batch_size, self.total - self._start_position.row
+        whole, remaining_rows = self._step_rows, self.total - self._start_position.row
         done, first = (
             steps - self._start_position.steps,
-            self._reader.step_count(self._start_position.row),
+            self._pass_step_count(self._start_position.row),
         )
         if done <= first:
             return min(done * whole, remaining_rows)
@@ -325,12 +351,9 @@ class BatchSource:
         self._cached_batches, self._reservation = [], None
         if self._repeated_pass is not None:
             number = self._repeated_pass
-        keeps, count = self._in_memory and self._repeated_pass is None, self._reader.step_count(row)
-        with closing(self._reader.read_epoch(number, row)) as batches:
-            for step in range(count):
-                with explain_unreadable_data(self._url):
-                    batch = next(batches)
-                rows = self._convert_batch(batch)
+        keeps, count = self._in_memory and self._repeated_pass is None, self._pass_step_count(row)
+        with closing(self._read_pass(number, row)) as batches:
+            for step, rows in enumerate(batches if self.deals_equally else self._cut(batches, row)):
                 if keeps and step == 0:
                     keeps = self._reserve_memory(rows, count)
                 if keeps:
@@ -338,6 +361,31 @@ class BatchSource:
                 yield rows
         if self._in_memory and not keeps and count == self.steps:
             self._repeated_pass = number
+
+    def _read_pass(self, number: int, row: int) -> Generator[PaddedRankBatch]:
+        """Yields the reader's batches of a pass, or of the rest of one."""
+        with closing(self._reader.read_epoch(number, row)) as batches:
+            for _ in range(self._reader.step_count(row)):
+                with explain_unreadable_data(self._url):
+                    batch = next(batches)
+                yield self._convert_batch(batch)
+
+    def _cut(self, batches: Iterator[PaddedRankBatch], row: int) -> Generator[PaddedRankBatch]:
+        """Yields the batches of a pass with the rows that this process has in each step, from
+        batches that all have equally many rows.
+        """
+        first = next(batches)
+        last = first.columns
+        """The last columns with a row that can be repeated."""
+        counted = ((rows.columns, rows.valid) for rows in itertools.chain([first], batches))
+        counts = list(step_row_counts(self.total - row, self._step_rows, self._rank, self._size))
+        for valid, cut in zip(counts, recut_batches(counted, counts, np.concatenate), strict=True):
+            columns, count = cut, max(self._min_rows, valid)
+            last = cut if valid else last
+            if valid < count:
+                chosen = np.minimum(np.arange(count), max(0, valid - 1))
+                columns = {name: values[chosen] for name, values in last.items()}
+            yield PaddedRankBatch(columns, count, valid)
 
     def _reserve_memory(self, rows: PaddedRankBatch, count: int) -> bool:
         """Reserves memory for all batches of a pass; returns whether there is enough."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from farandole.data.columns import PreparedColumn
 from farandole.data.loader_arguments import fill_argument_by_column
 from farandole.spark.common.data.batch_source import BatchSource, MissingValuePolicy, sample_rows
+from farandole.spark.common.global_batch import batch_rows_of_all
 from farandole.spark.common.transform import UserTransformation
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class TrainingDataSpec:
     columns: dict[str, PreparedColumn]
     """Columns of the data set, before any transformation."""
     batch_size: int
+    """Rows that a process puts through the model at once, at most."""
     val_batch_size: int
     order_seed: int
     shuffle: bool
@@ -58,6 +60,10 @@ class TrainingDataSpec:
     in_memory: bool
     missing: MissingValuePolicy
     ragged: Mapping[str, RaggedColumn] = field(default_factory=dict)
+    step_rows: int | None = None
+    """Rows of a training batch of all processes together, for any number of them; `None` is
+    `batch_size` on each.
+    """
     source_options: tuple[StorageOptions, ...] = ()
     """Options of the places of the rows, which take effect when this object is unpickled."""
 
@@ -114,11 +120,14 @@ class TrainingDataSpec:
             **more: further arguments of the class, such as `rank` and `size`.
         """
 
-        def open_source(url: str, batch_size: int, threads: int, *, shuffle: bool) -> _Source:
+        def open_source(
+            url: str, batch_size: int, threads: int, step_rows: int | None, *, shuffle: bool
+        ) -> _Source:
             return kind(
                 url,
                 casts,
                 batch_size=batch_size,
+                step_rows=step_rows,
                 seed=self.order_seed,
                 shuffle=shuffle,
                 threads=threads,
@@ -129,13 +138,19 @@ class TrainingDataSpec:
             )
 
         train = open_source(
-            self.train_url, self.batch_size, self.train_threads, shuffle=self.shuffle
+            self.train_url,
+            self.batch_size,
+            self.train_threads,
+            self.step_rows,
+            shuffle=self.shuffle,
         )
         if self.val_url is None:
             return train, None
         # Sums over rows do not depend on the order. In the order of the files, every process would
         # read all of them; shuffled, all processes together read each byte once.
-        return train, open_source(self.val_url, self.val_batch_size, self.val_threads, shuffle=True)
+        return train, open_source(
+            self.val_url, self.val_batch_size, self.val_threads, None, shuffle=True
+        )
 
     def read_probe_parts(
         self, transformation: Any, convert: Callable[[dict[str, Any]], dict[str, Any]] = dict
@@ -210,13 +225,14 @@ def training_data_spec(
     seed = estimator.getRandomSeed()
     if seed is None:
         seed = secrets.randbelow(2**31) if unseeded is None else unseeded
+    step_rows, is_limited = batch_rows_of_all(estimator), estimator.isSet("batch_size")
     return TrainingDataSpec(
         train_url=prepared.train_url,
         val_url=prepared.val_url,
         train_rows=prepared.train_rows,
         val_rows=prepared.val_rows,
         columns={name: prepared.columns[name] for name in columns},
-        batch_size=estimator.getBatchSize(),
+        batch_size=estimator.getBatchSize() if step_rows is None or is_limited else step_rows,
         val_batch_size=estimator.getValBatchSize() or estimator.getBatchSize(),
         order_seed=seed,
         shuffle=estimator.getShuffle(),
@@ -227,6 +243,7 @@ def training_data_spec(
         in_memory=estimator.getInmemoryCacheAll(),
         missing=missing_value_policy(estimator, prepared),
         ragged={name: one for name, one in prepared.ragged.items() if name in columns},
+        step_rows=step_rows,
         source_options=prepared.source_options,
     )
 

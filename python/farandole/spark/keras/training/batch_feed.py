@@ -57,7 +57,7 @@ class BatchFeed:
         counts = trains or job.counts_losses
         ends = counts and steps >= source.steps_until_end()
         is_mean = job.loss_reduction == "mean"
-        uneven = ends and not source.has_equal_rows_on_ranks
+        uneven = counts and not (source.has_equal_rows_on_ranks if ends else source.deals_equally)
         self.shares = (trains and (moves or not is_mean or uneven)) or (
             not trains and job.counts_losses and (moves or not source.has_equal_rows_on_ranks)
         )

@@ -237,10 +237,11 @@ class KerasTrainer:
 
     def _scale_learning_rate(self, before: int) -> None:
         """Takes the learning rate from one number of processes to this world's."""
-        self.rate.rescale_for_world(before, self.size)
+        factor = self.job.learning_rate_factor(self.size)
+        self.rate.rescale_for_world(self.job.learning_rate_factor(before), factor)
         for callback in self.objects.callbacks:
             if isinstance(callback, LearningRateScheduleCallback) and self.first_rate is not None:
-                callback.initial_lr = self.first_rate * self.size
+                callback.initial_lr = self.first_rate * factor
 
     def _set_seed_states(self) -> None:
         """Seeds random layers, so that they draw different numbers on each rank, and the same
