@@ -53,6 +53,7 @@ class StandingGang(Backend):
         self._env = dict(env or {})
         self._connections: list[Connection] = []
         self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
 
     def run(
         self,
@@ -66,22 +67,30 @@ class StandingGang(Backend):
         if not self._connections:
             self._start()
         payload = cloudpickle.dumps((fn, tuple(args), dict(kwargs)))
-        for connection in self._connections:
-            connection.send_bytes(payload)
-        results, errors = [], []
-        for connection in self._connections:
-            if errors or not connection.poll(FIT_TIMEOUT_SECONDS):
-                errors = errors or [f"no answer in {FIT_TIMEOUT_SECONDS:g} s"]
-                break
-            good, value = cloudpickle.loads(connection.recv_bytes())
-            (results if good else errors).append(value)
-        if errors:
+        try:
+            return self._run_payload(payload)
+        except (EOFError, OSError) as error:
+            self.close()  # the next fit starts other processes
+            raise RuntimeError(f"a process ended before its answer: {self._error}") from error
+        except BaseException:
             self.close()  # other processes may wait for the one that failed
-            raise RuntimeError(errors[0])
-        return results
+            raise
 
     def num_processes(self) -> int:
         return self._size
+
+    def _run_payload(self, payload: bytes) -> list[Any]:
+        for connection in self._connections:
+            connection.send_bytes(payload)
+        results = []
+        for rank, connection in enumerate(self._connections):
+            if not connection.poll(FIT_TIMEOUT_SECONDS):
+                raise RuntimeError(f"rank {rank} did not answer in {FIT_TIMEOUT_SECONDS:g} s")
+            good, value = cloudpickle.loads(connection.recv_bytes())
+            if not good:
+                raise RuntimeError(value)
+            results.append(value)
+        return results
 
     def close(self) -> None:
         """Ends the processes."""
@@ -95,18 +104,27 @@ class StandingGang(Backend):
     def _start(self) -> None:
         key = secrets.token_bytes(16)
         with Listener(family="AF_UNIX", authkey=key) as listener:
+            address = listener.address
 
             def work() -> None:
-                # A fit that ends the processes has its own error.
-                with contextlib.suppress(Exception):
+                try:
                     LocalBackend(self._size, self._env, verbose=0).run(
-                        serve_fits, args=(listener.address, key)
+                        serve_fits, args=(address, key)
                     )
+                except BaseException as error:  # noqa: BLE001 - `run` shows it
+                    self._error = error
+                    # A start that waits for a process ends. Later, there is no listener.
+                    with contextlib.suppress(OSError), Client(address, authkey=key) as connection:
+                        connection.send(None)
 
+            self._error = None
             self._thread = threading.Thread(target=work, daemon=True)
             self._thread.start()
             ranks = {}
             for _ in range(self._size):
                 connection = listener.accept()
-                ranks[connection.recv()] = connection
+                rank = connection.recv()
+                if rank is None:
+                    raise RuntimeError(f"the processes did not start: {self._error}")
+                ranks[rank] = connection
         self._connections = [ranks[rank] for rank in range(self._size)]

@@ -117,8 +117,12 @@ def test_the_examples_of_the_page_run(spark, checkpoint, reviews, tmp_path):
     for path in ("/data/farandole", "/models/reviews"):
         script = script.replace(f'"{path}"', repr(str(tmp_path / path[1:])))
     frame = reviews.select("review", sf.col("stars").cast("int").alias("stars"))
-    names = {"df": frame}
+    sentences = spark.createDataFrame(
+        [(["good", "film"], ["GOOD", "O"])] * 8, "words array<string>, tags array<string>"
+    )
+    names = {"df": frame, "sentences": sentences}
     exec(script, names)
+    assert names["tagged"].columns[2:] == ["tags__predicted", "tags__probability"]
     assert names["predicted"].columns[2:] == [
         "stars__output",
         "stars__probability",

@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Pretrained models of Hugging Face on Spark: a checkpoint and a column of text make an estimator.
 
-`TextClassifier` and `TextRegressor` fine-tune a checkpoint on a DataFrame, `TextEmbedder` adds
-embeddings to one. Names are loaded when first used, so that a training process never imports
-pyspark.
+`TextClassifier`, `TextRegressor` and `TokenClassifier` fine-tune a checkpoint on a DataFrame,
+`TextEmbedder` adds embeddings to one. Names are loaded when first used, so that a training process
+never imports pyspark.
 """
 
 from importlib import import_module
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from farandole.spark.transformers.embedder import TextEmbedder
     from farandole.spark.transformers.estimator import TextClassifier, TextRegressor
     from farandole.spark.transformers.model import TextClassifierModel, TextRegressorModel
+    from farandole.spark.transformers.token_estimator import TokenClassifier
+    from farandole.spark.transformers.token_model import TokenClassifierModel
 
 _MODULE_BY_NAME = {
     "TextClassifier": "estimator",
@@ -29,6 +31,8 @@ _MODULE_BY_NAME = {
     "TextEmbedder": "embedder",
     "TextRegressor": "estimator",
     "TextRegressorModel": "model",
+    "TokenClassifier": "token_estimator",
+    "TokenClassifierModel": "token_model",
 }
 
 __all__ = [
@@ -37,6 +41,8 @@ __all__ = [
     "TextEmbedder",
     "TextRegressor",
     "TextRegressorModel",
+    "TokenClassifier",
+    "TokenClassifierModel",
 ]
 
 

@@ -37,7 +37,7 @@ from farandole.spark.transformers.model import (
 )
 from farandole.spark.transformers.networks import TextNetwork
 from farandole.spark.transformers.params import TextParams
-from farandole.spark.transformers.tokenization import TruncationReporter
+from farandole.spark.transformers.tokenization import TextTokenization, TruncationReporter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,6 +75,9 @@ class TextEstimator(TextParams, TorchEstimator):  # pyright: ignore[reportIncomp
     """The base of the estimators that fine-tune a checkpoint on texts."""
 
     _own_loss: ClassVar[type[torch.nn.Module]]
+    _network_kind: ClassVar[Any] = transformers.AutoModelForSequenceClassification
+    _module_class: ClassVar[type[TextNetwork]] = TextNetwork
+    _adapter_task: ClassVar[str] = "SEQ_CLS"
 
     # Attributes of the copy in a fit. Annotations would make them arguments of the constructor.
     _checkpoint = cast("Any", None)
@@ -91,6 +94,11 @@ class TextEstimator(TextParams, TorchEstimator):  # pyright: ignore[reportIncomp
         with self._open_checkpoint_for_fit() as opened:
             return super(TextEstimator, opened)._fit_on_parquet(dataset_idx, given)
 
+    def _check_required_params(self) -> None:
+        for name in ("checkpoint", "text_col", "label_col", "store"):
+            if self.getOrDefault(name) is None:
+                raise ValueError(f"{name} is required")
+
     @contextlib.contextmanager
     def _open_checkpoint_for_fit(self) -> Iterator[TextEstimator]:
         """Yields a copy that has a `TorchEstimator`'s parameters, while the checkpoint is open.
@@ -99,9 +107,7 @@ class TextEstimator(TextParams, TorchEstimator):  # pyright: ignore[reportIncomp
             ValueError: a parameter does not fit.
             FileNotFoundError: a file of the checkpoint is missing.
         """
-        for name in ("checkpoint", "text_col", "label_col", "store"):
-            if self.getOrDefault(name) is None:
-                raise ValueError(f"{name} is required")
+        self._check_required_params()
         for name in _OWN_PARAMS:
             if self.isSet(name) and self.getOrDefault(name):
                 raise ValueError(
@@ -116,9 +122,7 @@ class TextEstimator(TextParams, TorchEstimator):  # pyright: ignore[reportIncomp
                 'batch, "mean", "sum" or "per_batch"'
             )
         with open_checkpoint(self.getCheckpoint()) as checkpoint:
-            tokenization = create_tokenization(
-                self, checkpoint, has_fixed_length=self.getInmemoryCacheAll()
-            )
+            tokenization = self._create_tokenization(checkpoint)
             copied = self.copy()
             copied._checkpoint = checkpoint
             copied._optimizer_function = copied.getOrDefault("optimizer") or partial(
@@ -141,6 +145,10 @@ class TextEstimator(TextParams, TorchEstimator):  # pyright: ignore[reportIncomp
             copied.setParams(model=stand_in)
             copied._optimizer = torch.optim.SGD(stand_in.parameters())
             yield copied
+
+    def _create_tokenization(self, checkpoint: TextCheckpoint) -> TextTokenization:
+        """Returns the function that makes tokens."""
+        return create_tokenization(self, checkpoint, has_fixed_length=self.getInmemoryCacheAll())
 
     def _set_network(self, network: torch.nn.Module) -> None:
         """Sets the model, and creates the optimizer of its trainable parameters."""
@@ -171,12 +179,15 @@ class TextEstimator(TextParams, TorchEstimator):  # pyright: ignore[reportIncomp
         checkpoint: TextCheckpoint = self._checkpoint
         seed = self.getRandomSeed() or 0
         loaded = checkpoint.load_network(
-            transformers.AutoModelForSequenceClassification, seed, **self._network_changes(prepared)
+            self._network_kind, seed, **self._network_changes(prepared)
         )
         network, lora = loaded.network, self.getLora()
         if lora is not None:
-            network = add_adapter(loaded, lora, seed, checkpoint.path)
-        self._set_network(TextNetwork(network, checkpoint.padding_id, has_adapter=lora is not None))
+            network = add_adapter(loaded, lora, seed, checkpoint.path, self._adapter_task)
+        has_adapter = lora is not None
+        self._set_network(
+            self._module_class(network, checkpoint.padding_id, has_adapter=has_adapter)
+        )
         driver_checks.check_optimizer(self.getModel(), self.getOptimizer())
         plan = super()._create_framework_job(prepared, backend)
         messages = [*plan.messages, *_describe_beginning(loaded, self.getModel())]

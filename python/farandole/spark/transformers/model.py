@@ -140,8 +140,12 @@ class TextModel(TextColumnParams, TorchModel):
         self.setParams(
             model=self._wrap_network(loaded.network, checkpoint.padding_id),
             tokenizer_files=checkpoint.tokenizer_files(),
-            transformation_fn=create_tokenization(self, checkpoint),
+            transformation_fn=self._create_tokenization(checkpoint),
         )
+
+    def _create_tokenization(self, checkpoint: TextCheckpoint) -> TextTokenization:
+        """Returns the function that makes tokens."""
+        return create_tokenization(self, checkpoint)
 
     def getTransformationFn(self) -> Any:
         """Returns the function that makes tokens, with the column and the lengths that are set.

@@ -58,6 +58,18 @@ class TextNetwork(torch.nn.Module):
             self.has_adapter = False
 
 
+class TokenNetwork(TextNetwork):
+    """A network of transformers that returns logits for each token."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Returns the logits, (rows, classes, tokens), the order that a cross entropy takes.
+
+        Args:
+            tokens: as for `TextNetwork.forward`.
+        """
+        return super().forward(tokens).transpose(1, 2)
+
+
 class TextEmbeddingNetwork(torch.nn.Module):
     """A network of transformers that returns one vector for a text.
 

@@ -98,13 +98,28 @@ class TextTokenization:
         encodings = self._truncating_tokenizer.encode_batch_fast(texts)
         self.counts.texts += len(texts)
         self.counts.truncated += sum(bool(one.overflowing) for one in encodings)
-        rows = [one.ids for one in encodings]
+        return self._stack_tokens([one.ids for one in encodings])
+
+    def _stack_tokens(self, rows: list[list[int]]) -> npt.NDArray[np.int64]:
+        """Returns rows of tokens as one array, (rows, tokens)."""
         lengths = np.array([len(row) for row in rows], dtype=np.int64)
         tokens = np.full((len(rows), self._batch_length(int(lengths.max()))), PADDING_TOKEN)
         tokens[np.arange(tokens.shape[1]) < lengths[:, None]] = np.concatenate(
             [np.asarray(row, dtype=np.int64) for row in rows]
         )
         return tokens
+
+    def describe_truncation(self, truncated: int, count: int) -> str:
+        """Returns the sentence about texts that were cut off.
+
+        Args:
+            truncated: number of texts that were.
+            count: number of all texts.
+        """
+        return (
+            f"{truncated:,} of {format_counted_noun(count, 'text')} have more than "
+            f"max_length={self.max_length} tokens: the rest of them is not used"
+        )
 
     @cached_property
     def counts(self) -> TokenizedTextCounts:
@@ -156,19 +171,5 @@ class TruncationReporter:
         own = torch.tensor([counts.truncated, counts.texts], dtype=torch.float64)
         truncated, texts = map(int, hvd.allreduce(own, op=hvd.Sum, name="farandole.truncated"))
         if truncated and state.rank == 0:
-            length = self.tokenization.max_length
-            task.report({"kind": "message", "text": describe_truncation(truncated, texts, length)})
-
-
-def describe_truncation(truncated: int, texts: int, max_length: int) -> str:
-    """Returns the sentence about texts that were cut off.
-
-    Args:
-        truncated: number of texts that were.
-        texts: number of all texts.
-        max_length: tokens that are used of a text.
-    """
-    return (
-        f"{truncated:,} of {format_counted_noun(texts, 'text')} have more than "
-        f"max_length={max_length} tokens: the rest of them is not used"
-    )
+            message = self.tokenization.describe_truncation(truncated, texts)
+            task.report({"kind": "message", "text": message})
