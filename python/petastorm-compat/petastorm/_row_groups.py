@@ -5,9 +5,9 @@
 Farandole's reader decodes each column whose values its batches hold unchanged: booleans, integers,
 float32, float64, texts, bytes, and lists of one length of numbers, all without nulls. pyarrow
 decodes the others, because Farandole's batches have numbers for dates, times and decimals, and
-neither nulls nor lists of different lengths. It also decodes all columns of a reader with `filters`,
-which are its own, and columns from the names of directories. `ParquetRowGroups.read_table` is the
-only place that chooses.
+neither nulls nor lists of different lengths. It also decodes all columns of a reader with
+`filters`, which are its own, and columns from the names of directories.
+`ParquetRowGroups.read_table` is the only place that chooses.
 
 The order, shards and passes stay in `petastorm.reader`: they are those of petastorm, row group by
 row group, while Farandole's own plan mixes the rows of all files. Files and stores are found as
