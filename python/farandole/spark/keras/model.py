@@ -112,7 +112,7 @@ class KerasModel(ParamsWritable, FarandoleModel, MLReadable["KerasModel"]):
         export_onnx(model, known, signature, keys, labels, self.getOutputCols(), path, opset=opset)
         return lambda batch: call_model(model, arrange_model_argument(batch, keys), labels, backend)
 
-    def _write_exported_program(self, *_: Any) -> None:
+    def _write_exported_program(self, *_: Any, **__: Any) -> None:
         raise ValueError(
             "torch.export takes models of torch, and this one is of Keras: export it to a path "
             "that ends in .onnx"
