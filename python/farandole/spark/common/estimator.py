@@ -33,7 +33,12 @@ from farandole.spark.common.data.column_metadata import column_metadata
 from farandole.spark.common.data.data_cleanup import delete_stale_prepared_data
 from farandole.spark.common.data.encoded_copies import hold_encoded_data
 from farandole.spark.common.data.existing_data import ExistingDataPaths, hold_prepared_data_leases
-from farandole.spark.common.data.prepare import declare_same_rows, find_existing_data, prepare_data
+from farandole.spark.common.data.prepare import (
+    declare_same_rows,
+    describe_prepared_data,
+    find_existing_data,
+    prepare_data,
+)
 from farandole.spark.common.data.schema import check_types
 from farandole.spark.common.data.training_data import training_data_spec
 from farandole.spark.common.data.training_statistics import (
@@ -322,7 +327,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorHooks, Estimator[Any]):
             wish = replace(self._encoding_spec(), split=None)  # it is split already
             made = hold_encoded_data(store, found, where, roles, wish, allow_nan=self.getAllowNan())
             with self._open_fit_resources(writes=store.saving_runs()) as fit, made as prepared:
-                fit.shown.show_message(_prepared_data_summary(prepared))
+                fit.shown.show_message(describe_prepared_data(prepared))
                 return self._train(
                     fit,
                     add_statistics_to_existing_data(prepared, where.train, roles, wanted=wanted),
@@ -348,7 +353,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorHooks, Estimator[Any]):
 
     def _report_data_and_clean_up(self, prepared: Prepared, shown: ProgressDisplay) -> None:
         """Says which rows this fit has prepared, and deletes old rows of other fits."""
-        shown.show_message(_prepared_data_summary(prepared))
+        shown.show_message(describe_prepared_data(prepared))
         store, tell = self._store_as_filesystem(), shown.show_message
         delete_stale_prepared_data(store, self.getGcOlderThan(), self.getGcMaxSize(), tell)
 
@@ -697,14 +702,3 @@ HorovodEstimator = FarandoleEstimator
 
 HorovodModel = FarandoleModel
 """Horovod's name of `FarandoleModel`."""
-
-
-def _prepared_data_summary(prepared: Prepared) -> str:
-    what = "data that was prepared before" if prepared.reused else "prepared data"
-    validation = f", {prepared.val_rows:,} for validation" if prepared.val_url else ""
-    left_out = (
-        f"; {prepared.dropped:,} left out by the validation column (null or negative)"
-        if prepared.dropped
-        else ""
-    )
-    return f"{what}: {prepared.train_rows:,} rows{validation} in {prepared.train_url}{left_out}"

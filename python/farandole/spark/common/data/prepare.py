@@ -508,3 +508,15 @@ def write_partition(
     values = (partition, error, is_store_error, part)
     columns = [pa.array([value], kind) for value, kind in zip(values, kinds.values(), strict=True)]
     yield pa.RecordBatch.from_arrays(columns, names=list(kinds))
+
+
+def describe_prepared_data(prepared: Prepared) -> str:
+    """Returns the numbers of rows of prepared data, and their place, as a user reads them."""
+    what = "data that was prepared before" if prepared.reused else "prepared data"
+    validation = f", {prepared.val_rows:,} for validation" if prepared.val_url else ""
+    left_out = (
+        f"; {prepared.dropped:,} left out by the validation column (null or negative)"
+        if prepared.dropped
+        else ""
+    )
+    return f"{what}: {prepared.train_rows:,} rows{validation} in {prepared.train_url}{left_out}"
