@@ -46,10 +46,7 @@ from farandole.spark.common.data.training_statistics import (
     add_statistics_to_prepared_data,
 )
 from farandole.spark.common.estimator_hooks import EstimatorHooks
-from farandole.spark.common.global_batch import (
-    refuse_options_of_global_batch,
-    step_rows_of_all,
-)
+from farandole.spark.common.global_batch import refuse_options_of_global_batch, step_rows_of_all
 from farandole.spark.common.model.base import (
     FarandoleModel,
     refuse_class_columns_for_values,
@@ -671,9 +668,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorHooks, Estimator[Any]):
         )
 
     def _loss_output_form(self) -> str | None:
-        """Returns the output form that the framework's loss expects; `None` for an unknown
-        loss.
-        """
+        """Returns the output form that the loss expects; `None` for an unknown loss."""
         return None
 
     def _input_columns(self) -> list[list[str]]:
