@@ -391,8 +391,8 @@ class FarandoleEstimator(ClassificationParams, EstimatorHooks, Estimator[Any]):
         return fitted
 
     def _create_framework_job(self, prepared: Prepared, backend: Backend) -> FrameworkTrainingJob:
-        """Returns what the framework makes of prepared data, after the checks that are possible
-        before workers start.
+        """Returns the job that the framework makes of prepared data, after the checks that are
+        possible before workers start.
 
         Args:
             prepared: the data.

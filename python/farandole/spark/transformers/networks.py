@@ -21,7 +21,7 @@ class TextNetwork(torch.nn.Module):
     Args:
         network: a model for sequences, or one of PEFT around it.
         padding_id: id of the token that stands in the padded places.
-        has_adapter: whether PEFT has put adapters into the network.
+        has_adapter: whether the network has adapters of PEFT.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ Spark 4.1 and newer pass Arrow's arrays to the function. Older versions pass pan
 are converted.
 """
 
-# ruff: noqa: PLC0415, SLF001 - tasks load only what they use; private names of this package
+# ruff: noqa: PLC0415, SLF001 - a task loads the parts that it uses; private names of this package
 
 from __future__ import annotations
 

@@ -65,8 +65,8 @@ class HostWeights:
         if isinstance(self.source, bytes | PrestagedFile):
             return load_prestaged(self.source)
         content = self.source.value
-        # A broadcast variable keeps what it has read. With Spark's encryption, it has no file to
-        # read again.
+        # A broadcast variable keeps its value after the first read. With Spark's encryption, it
+        # has no file for a second read.
         if getattr(self.source, "_path", None) is not None:
             vars(self.source).pop("_value", None)
         return content

@@ -28,7 +28,7 @@ def min_batch_rows_for_norms(module: torch.nn.Module) -> int:
     """Returns how many rows a batch of a rank must have, with padding.
 
     A batch norm over all ranks needs no padding on a rank with one row. If a model reorders rows
-    before such a layer, padding could not be told from rows that count.
+    before such a layer, padding could not be distinguished from rows that count.
 
     Args:
         module: the model.
