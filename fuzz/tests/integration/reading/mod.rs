@@ -39,7 +39,7 @@ fn rows(url: &str, columns: &[&str], random: &mut Random) -> Result<usize, Error
         fill: HashMap::from([("*".to_owned(), FillValue::Integer(0))]),
         ..ReaderOptions::default()
     };
-    let epoch = Reader::new(dataset, options)?.start_epoch(0, 0)?;
+    let epoch = Reader::new(dataset, options)?.start_epoch(0, 0, None)?;
     let mut rows = 0;
     for _ in 0..BATCHES {
         match epoch.next_batch(PATIENCE)? {
