@@ -156,8 +156,9 @@ class ReductionOperations(GroupOperations):
     ) -> tuple[Any, ...]:
         """Returns the engine's function for a reduction, and its arguments."""
         tensor = (ENGINE_DTYPES[data.dtype], data.shape, data.data_ptr(), result.data_ptr())
+        name = self._next_name()  # refuses a group without a world, which has no number
         number = self._member_set_number
-        return (operation, self._next_name(), *tensor, op, 1.0, 1.0, number, caller_waits)
+        return (operation, name, *tensor, op, 1.0, 1.0, number, caller_waits)
 
     def _allgather_and_fold(
         self,
