@@ -57,11 +57,19 @@ macro_rules! api {
                     return Err("TensorFlow is not loaded".to_owned());
                 }
                 $(
-                    let $field = *libraries
+                    let $field = libraries
                         .iter()
-                        // SAFETY: the function has this type in the headers of TensorFlow's stable
-                        // C API.
-                        .find_map(|library| unsafe { library.get(stringify!($symbol)) }.ok())
+                        .find_map(|library| {
+                            // SAFETY: the function has this type in the headers of TensorFlow's
+                            // stable C API, and `None` is a null pointer.
+                            unsafe {
+                                library.get::<Option<unsafe extern "C" fn($($argument),*) $(-> $result)?>>(
+                                    stringify!($symbol),
+                                )
+                            }
+                            .ok()
+                            .and_then(|found| *found)
+                        })
                         .ok_or(concat!("this TensorFlow lacks ", stringify!($symbol)))?;
                 )*
                 Ok(Self { $($field),* })
