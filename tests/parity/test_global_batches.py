@@ -10,6 +10,7 @@ import sys
 
 import cloudpickle
 import pytest
+import torch
 from tests.parity import global_batches
 from tests.parity.global_batches import (
     EPOCHS,
@@ -87,8 +88,27 @@ def test_the_loss_of_half_of_the_ranks_changes_nothing(size, tmp_path):
         ({"batch_size": 2, "backward_passes_per_step": 3}, "backward_passes_per_step=3"),
         ({"batch_size": 2, "train_minibatch_fn": lambda *_: None}, "train_minibatch_fn"),
         ({"data_module": dict}, "data_module"),
+        ({"loss_reduction": "per_batch"}, 'loss_reduction="per_batch"'),
+        ({"inmemory_cache_all": True, "shuffle": True}, "inmemory_cache_all=True"),
     ],
 )
 def test_options_that_divide_rows_otherwise_are_refused(options, words, gangs, tmp_path):
     with pytest.raises(ValueError, match=words):
         fit(TorchEstimator, gangs(2), tmp_path, write(tmp_path)[0], **options)
+
+
+def test_a_batch_norm_beside_a_limit_of_rows_is_refused(gangs, tmp_path):
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1))
+    estimator = TorchEstimator(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=torch.nn.MSELoss(),
+        feature_cols=["x"],
+        label_cols=["y"],
+        global_batch_size=GLOBAL_BATCH_SIZE,
+        batch_size=2,
+        store=str(tmp_path / "store"),
+        backend=gangs(2),
+    )
+    with pytest.raises(ValueError, match="the batch norm layer '0' would have the mean"):
+        estimator.fit_on_parquet(path=write(tmp_path)[0])

@@ -168,3 +168,21 @@ def test_an_epoch_of_processes_continues_on_another_number_of_them(path):
     for one in after:
         one.set_epoch_start(before[0].position_after_steps(0, 4))
     assert found + read_source_steps(after, 0, steps) == wanted
+
+
+def test_a_rank_without_rows_in_the_only_step_of_an_iteration_gets_a_row(path):
+    before, ranks = loaders(path, 1, shuffle=False), loaders(path, 7, shuffle=False)
+    read_steps(before, ROWS // GLOBAL_BATCH_SIZE)
+    for loader in ranks:
+        loader.load_state_dict(before[0].state_dict())
+    assert read_steps(ranks) == [[ROWS - 3, ROWS - 2, ROWS - 1]]
+
+
+@pytest.mark.parametrize("rows", ["fewer", "more"])
+def test_a_function_that_changes_the_number_of_rows_is_refused(path, rows):
+    def change(batch):
+        return {"id": batch["id"][::2] if rows == "fewer" else np.repeat(batch["id"], 2)}
+
+    for loader in loaders(path, 2, transformation_fn=change):
+        with pytest.raises(ValueError, match=r"dealt 5 rows to this batch, .* keep all rows"):
+            next(iter(loader))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from farandole.common.argument_checks import check_whole_number
+from farandole.common.counted_noun import format_counted_noun
 from farandole.data.loader import ParquetLoader, resolve_rank_and_size
 from farandole.data.step_rows import own_row_count, recut_batches, step_row_counts
 
@@ -112,16 +113,38 @@ class GlobalBatchLoader(ParquetLoader):
             rows - self._left_out_row_count(rows), self.global_batch_size, self.rank, self.size
         )
         with closing(self._read_batches(self._reader, epoch, start)) as batches:
-            counted = ((batch, len(next(iter(batch.values())))) for batch in batches)
+            counted = self._counted_batches(batches, own_row_count(rows, self.rank, self.size))
             last: dict[str, Any] = {}
             for done, cut in enumerate(recut_batches(counted, counts, self._join), 1):
-                is_empty = not len(next(iter(cut.values()), ()))
+                batch = cut
                 # A mean over no rows is NaN, which a factor of 0 does not change.
-                batch = {name: one[:1] for name, one in last.items()} if is_empty and last else cut
+                if not len(next(iter(cut.values()), ())):
+                    last = last or self._read_first_batch(epoch)
+                    batch = {name: values[:1] for name, values in last.items()}
                 last = batch
                 row = start + done * self.global_batch_size
                 self._produced_at = (epoch, row) if done < steps else (epoch + 1, 0)
                 yield batch
+
+    def _counted_batches(
+        self, batches: Iterator[dict[str, Any]], own_rows: int
+    ) -> Iterator[tuple[dict[str, Any], int]]:
+        """Yields batches with their numbers of rows."""
+        for batch in batches:
+            dealt, rows = min(self.batch_size, own_rows), len(next(iter(batch.values())))
+            if rows != dealt:
+                raise ValueError(
+                    f"a GlobalBatchLoader has dealt {format_counted_noun(dealt, 'row')} to this "
+                    f"batch, and transformation_fn returned {rows}: it must keep all rows"
+                )
+            own_rows -= rows
+            yield batch, rows
+
+    def _read_first_batch(self, epoch: int) -> dict[str, Any]:
+        """Returns rows of the epoch for a rank that has none."""
+        reader = super()._make_reader(0, 1)
+        with closing(self._read_batches(reader, epoch, 0)) as batches:
+            return next(batches)
 
     def _join(self, parts: list[Any]) -> Any:
         if self.framework == "numpy":

@@ -29,6 +29,16 @@ def refuse_options_of_global_batch(estimator: EstimatorParams) -> None:
             f"global_batch_size={rows} cannot be combined with data_module, which decides the rows "
             "of its batches"
         )
+    if estimator.getOrDefault("loss_reduction") == "per_batch":
+        raise ValueError(
+            f'global_batch_size={rows} cannot be combined with loss_reduction="per_batch": such a '
+            "loss depends on the number of processes among which a batch is divided"
+        )
+    if estimator.getOrDefault("inmemory_cache_all") and estimator.getOrDefault("shuffle"):
+        raise ValueError(
+            f"global_batch_size={rows} cannot be combined with inmemory_cache_all=True and "
+            "shuffle=True: each process would shuffle only the rows that it has in memory"
+        )
     if rows % passes:
         raise ValueError(
             f"global_batch_size={rows} must be a multiple of backward_passes_per_step={passes}, "

@@ -88,6 +88,12 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
     def _refuse_other_passes(self) -> None:
         """Refuses a number of passes for the `Trainer` by which a global batch is not divided."""
         name = "accumulate_grad_batches"
+        if self.getGlobalBatchSize() is not None and "strategy" in (self.getTrainerArgs() or {}):
+            raise ValueError(
+                f"global_batch_size={self.getGlobalBatchSize()} cannot be combined with "
+                "trainer_args['strategy']: only the estimator's own strategy weights processes by "
+                "their rows"
+            )
         passes = self.getBackwardPassesPerStep()
         given = (self.getTrainerArgs() or {}).get(name, passes)
         if self.getGlobalBatchSize() is not None and given != passes:

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from farandole.spark.common.datamodule import resolve_data_module_class
 from farandole.spark.common.global_batch import learning_rate_factor, require_row_for_each_process
 from farandole.spark.common.runs.fingerprint import FingerprintPart
@@ -33,8 +35,6 @@ from farandole.spark.torch.training.micro_batches import micro_batch_count
 from farandole.torch.optimizer import require_elementwise_optimizer
 
 if TYPE_CHECKING:
-    import torch
-
     from farandole.data.prepare import PreparedData as Prepared
     from farandole.runner.backend import Backend
     from farandole.spark.common.runs.fingerprint import Fingerprint
@@ -131,6 +131,14 @@ class TorchEstimator(TorchEstimatorBase):
             )
         if not self.isSet("batch_size"):
             return
+        for name, layer in self.getModel().named_modules():
+            # All batch norms have this class, and also those over all ranks.
+            if isinstance(layer, torch.nn.modules.batchnorm._BatchNorm):  # noqa: SLF001
+                raise ValueError(
+                    f"global_batch_size={rows} with batch_size={self.getBatchSize()} divides the "
+                    f"rows of a process, and the batch norm layer {name!r} would have the mean of "
+                    "each part: leave out batch_size, or use GroupNorm"
+                )
         refused = {
             f"backward_passes_per_step={self.getBackwardPassesPerStep()}": (
                 self.getBackwardPassesPerStep() > 1

@@ -27,9 +27,11 @@ from farandole.torch.distributed._work import works_held_for_cpp
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-HAS_PYTHON_BACKENDS: Final = torch.__version__ >= "2.14"
+_RELEASE: Final = tuple(map(int, torch.__version__.split(".")[:2]))
+"""Major and minor version: a pre-release compares as lower than its version."""
+HAS_PYTHON_BACKENDS: Final = _RELEASE >= (2, 14)
 """Whether Python can make a backend."""
-_DROPS_PYTHON_WORKS: Final = torch.__version__ < "2.7"
+_DROPS_PYTHON_WORKS: Final = _RELEASE < (2, 7)
 """Whether C++ holds a work without its Python object, so a wait there would not end."""
 _OPTIONS: Final = {
     "allgather": (c10d.AllgatherOptions, 2),
