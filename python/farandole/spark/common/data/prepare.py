@@ -512,11 +512,11 @@ def write_partition(
 
 def describe_prepared_data(prepared: Prepared) -> str:
     """Returns the numbers of rows of prepared data, and their place, as a user reads them."""
-    what = "data that was prepared before" if prepared.reused else "prepared data"
+    origin = "data that was prepared before" if prepared.reused else "prepared data"
     validation = f", {prepared.val_rows:,} for validation" if prepared.val_url else ""
     left_out = (
         f"; {prepared.dropped:,} left out by the validation column (null or negative)"
         if prepared.dropped
         else ""
     )
-    return f"{what}: {prepared.train_rows:,} rows{validation} in {prepared.train_url}{left_out}"
+    return f"{origin}: {prepared.train_rows:,} rows{validation} in {prepared.train_url}{left_out}"
