@@ -15,14 +15,14 @@ from urllib.parse import urlsplit
 from farandole.data.inputs.optional_package_types import is_instance_by_name
 from farandole.stores.credential_failures import log_first_failure
 
-_CREDENTIAL_PROPERTIES: Final = {
+CREDENTIAL_PROPERTIES: Final = {
     "key": "s3.access-key-id",
     "secret": "s3.secret-access-key",
     "token": "s3.session-token",
 }
 """Values of the storage option `credentials` for S3, and names of pyiceberg."""
-_EXPIRY_PROPERTY: Final = "s3.session-token-expires-at-ms"
-_SERVICE_PROPERTIES: Final = {
+EXPIRY_PROPERTY: Final = "s3.session-token-expires-at-ms"
+SERVICE_PROPERTIES: Final = {
     "endpoint_url": ("s3.endpoint",),
     "region": ("s3.region", "client.region"),
 }
@@ -118,7 +118,7 @@ def use_vended_credentials(table: Any, location: str) -> bool:
     function = IcebergCredentials(catalog.name, dict(catalog.properties), table.name())
     given = table.io.properties
     options: dict[str, Any] = {CREDENTIALS_OPTION: function}
-    for option, names in _SERVICE_PROPERTIES.items():
+    for option, names in SERVICE_PROPERTIES.items():
         found = [given[name] for name in names if given.get(name)]
         options |= {option: found[0]} if found else {}
     StorageOptions((location,), options).apply_to_process()
@@ -128,12 +128,10 @@ def use_vended_credentials(table: Any, location: str) -> bool:
 def _vended_credentials(table: Any) -> dict[str, Any] | None:
     """Returns the credentials that came with a table; `None` if the user has given them."""
     given, own = table.io.properties, table.catalog.properties
-    keys = {
-        name: given.get(property_name) for name, property_name in _CREDENTIAL_PROPERTIES.items()
-    }
-    if not all(keys.values()) or keys["key"] == own.get(_CREDENTIAL_PROPERTIES["key"]):
+    keys = {name: given.get(property_name) for name, property_name in CREDENTIAL_PROPERTIES.items()}
+    if not all(keys.values()) or keys["key"] == own.get(CREDENTIAL_PROPERTIES["key"]):
         return None
-    expires = str(given.get(_EXPIRY_PROPERTY) or "")
+    expires = str(given.get(EXPIRY_PROPERTY) or "")
     if not expires.isdecimal() or len(expires) > _MAX_EXPIRY_DIGITS:
         return keys
     return {**keys, "expires": int(expires) / _MILLISECONDS_PER_SECOND}

@@ -13,6 +13,11 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
 from farandole.data.inputs.catalog_names import TableInCatalog, note_table_location
+from farandole.data.inputs.iceberg_credentials import (
+    CREDENTIAL_PROPERTIES,
+    EXPIRY_PROPERTY,
+    SERVICE_PROPERTIES,
+)
 from farandole.data.inputs.table_snapshot import TableFile, refuse_files_elsewhere
 from farandole.stores.catalog_requests import read_text_field
 from farandole.stores.store_options import StorageOptions
@@ -34,17 +39,6 @@ _REST_PATHS: Final = (f"{API_PATH}/iceberg-rest", f"{API_PATH}/iceberg")
 _DELEGATION_HEADER: Final = {"X-Iceberg-Access-Delegation": "vended-credentials"}
 _PREFIX_PATTERN: Final = re.compile(r"[\w%=-]+(\.[\w%=-]+)*(/[\w%=-]+(\.[\w%=-]+)*)*")
 _MAX_METADATA_BYTES: Final = 64 << 20
-_S3_PROPERTIES: Final = {
-    "key": "s3.access-key-id",
-    "secret": "s3.secret-access-key",
-    "token": "s3.session-token",
-}
-_EXPIRY_PROPERTY: Final = "s3.session-token-expires-at-ms"
-_SERVICE_PROPERTIES: Final = {
-    "endpoint_url": ("s3.endpoint",),
-    "region": ("s3.region", "client.region"),
-}
-"""Storage options, and names of properties of a table."""
 _SERVICE_OPTIONS: Final = {
     "endpoint_url": "s3.endpoint",
     "aws_endpoint_url": "s3.endpoint",
@@ -129,7 +123,7 @@ def load_iceberg_table(
     credentials.note_grant(values)
     service = _service_options(answer, storage_options or {})
     options = vended_storage_options(credentials, table.location, service)
-    properties = {_S3_PROPERTIES[name]: values[name] for name in _S3_PROPERTIES}
+    properties = {CREDENTIAL_PROPERTIES[name]: values[name] for name in CREDENTIAL_PROPERTIES}
     properties |= {
         _SERVICE_OPTIONS[name]: str(value)
         for name, value in options.items()
@@ -217,7 +211,7 @@ def _credentials_in_answer(answer: dict[str, Any], label: str) -> dict[str, Any]
         ValueError: There are none for S3.
     """
     properties = _properties_in_answer(answer)
-    if not all(properties.get(name) for name in _S3_PROPERTIES.values()):
+    if not all(properties.get(name) for name in CREDENTIAL_PROPERTIES.values()):
         raise ValueError(
             f"{label} comes without temporary credentials for S3. Iceberg tables on other "
             "services, and of catalogs that give out no credentials, are not read by name: read it "
@@ -225,9 +219,9 @@ def _credentials_in_answer(answer: dict[str, Any], label: str) -> dict[str, Any]
         )
     values: dict[str, Any] = {
         name: read_text_field(properties, property_name, label)
-        for name, property_name in _S3_PROPERTIES.items()
+        for name, property_name in CREDENTIAL_PROPERTIES.items()
     }
-    expires = str(properties.get(_EXPIRY_PROPERTY) or "")
+    expires = str(properties.get(EXPIRY_PROPERTY) or "")
     if expires.isdecimal() and len(expires) <= _MAX_EXPIRY_DIGITS:
         values["expires"] = int(expires) / _MILLISECONDS_PER_SECOND
     return values
@@ -240,7 +234,7 @@ def _service_options(answer: dict[str, Any], given: Mapping[str, Any]) -> dict[s
     properties = _properties_in_answer(answer)
     taken = {_SERVICE_OPTIONS[name] for name in given}
     options: dict[str, Any] = {}
-    for option, names in _SERVICE_PROPERTIES.items():
+    for option, names in SERVICE_PROPERTIES.items():
         found = [properties[name] for name in names if isinstance(properties.get(name), str)]
         if found and _SERVICE_OPTIONS[option] not in taken:
             options[option] = found[0]
