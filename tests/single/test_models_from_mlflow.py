@@ -22,20 +22,6 @@ from farandole.stores.small_files import DamagedFileError
 pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.fixture
-def mlflow(tmp_path, monkeypatch):
-    """MLflow with files of its own."""
-    import mlflow
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    # it loads the model once more, to list packages
-    monkeypatch.setenv("MLFLOW_REQUIREMENTS_INFERENCE_TIMEOUT", "1")
-    mlflow.set_tracking_uri(f"file://{tmp_path}/mlruns")
-    mlflow.set_experiment("farandole")
-    return mlflow
-
-
 class Network(torch.nn.Module):
     def __init__(self):
         super().__init__()

@@ -125,15 +125,6 @@ def test_an_error_of_the_service_ends_no_sample():
     assert logged == [0, 1]
 
 
-@pytest.fixture
-def mlflow(tmp_path, monkeypatch):
-    import mlflow
-
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    mlflow.set_tracking_uri(f"file://{tmp_path}/mlruns")
-    return mlflow
-
-
 def test_more_metrics_than_one_call_takes_are_all_logged_to_the_run_of_the_fit(mlflow):
     with MlflowTracker("many", {}) as tracker:
         run = mlflow.active_run().info.run_id

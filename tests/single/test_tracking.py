@@ -148,12 +148,8 @@ def test_without_the_library_the_error_says_what_to_install(monkeypatch):
 
 
 def test_mlflow_takes_a_run_on_a_store_that_it_does_not_know_and_a_failed_start_leaves_no_run(
-    tmp_path, monkeypatch
+    mlflow, tmp_path
 ):
-    import mlflow
-
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    mlflow.set_tracking_uri(f"file://{tmp_path}/mlruns")
     places = {
         "training": TrackedDataset("az://container/data", 10, "0123"),
         "validation": TrackedDataset(f"file://{tmp_path}/data", 5, "4567"),

@@ -65,17 +65,9 @@ def test_a_compiled_module_of_lightning_learns_what_an_eager_one_does(data):
     assert type(compiled.getModel()) is torch.nn.Linear
 
 
-def test_mlflow_itself_has_the_run_its_metrics_and_a_model_that_predicts(
-    data, tmp_path, monkeypatch
-):
-    import mlflow
+def test_mlflow_itself_has_the_run_its_metrics_and_a_model_that_predicts(data, mlflow):
     from mlflow.pytorch import load_model
 
-    monkeypatch.chdir(tmp_path)
-    # a database would need packages of its own
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    mlflow.set_tracking_uri(f"file://{tmp_path}/mlruns")
-    mlflow.set_experiment("farandole")
     fitted = estimator(
         data, linear(), epochs=3, mlflow=True, run_id="told", backend=LocalBackend(1, verbose=0)
     ).fit_on_parquet()
@@ -92,18 +84,6 @@ def test_mlflow_itself_has_the_run_its_metrics_and_a_model_that_predicts(
     logged = client.search_logged_models([runs[0].info.experiment_id])
     model = load_model(logged[0].model_uri)
     assert torch.equal(model.weight, fitted.getModel().weight)
-
-
-@pytest.fixture
-def mlflow(tmp_path, monkeypatch):
-    """MLflow itself with files of its own."""
-    import mlflow
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    mlflow.set_tracking_uri(f"file://{tmp_path}/mlruns")
-    mlflow.set_experiment("farandole")
-    return mlflow
 
 
 def check_logged(mlflow, dtype, width):

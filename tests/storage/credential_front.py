@@ -2,8 +2,10 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """A front of an S3 emulator that checks keys, which expire, and gives out keys itself."""
 
+import collections
 import itertools
 import json
+import math
 import re
 import threading
 import time
@@ -21,11 +23,14 @@ class CredentialFront(TroubleProxy):
         refused: number of requests with an expired key.
         denied: part of the paths for which every key is refused.
         granted: number of keys given out.
+        requests_per_key: number of requests after which a key is revoked; None: never.
     """
 
     def __init__(self, upstream, life=1.0):
         self.life, self.refused, self.denied, self.granted = life, 0, None, 0
         self.ends = False
+        self.requests_per_key = None
+        self._requests = collections.Counter()
         self._numbers = itertools.count()
         self._keys = {}
         self._key_lock = threading.Lock()
@@ -64,7 +69,10 @@ class CredentialFront(TroubleProxy):
         token, expires = self._keys.get(key[1] if key else None, (None, 0))
         if token is None or token != request.headers.get("x-amz-security-token"):
             return 403, b"<Error><Code>InvalidAccessKeyId</Code><Message>no</Message></Error>"
-        if time.time() >= expires:
+        with self._key_lock:
+            self._requests[token] += 1
+            is_worn = self._requests[token] > (self.requests_per_key or math.inf)
+        if is_worn or time.time() >= expires:
             self.refused += 1
             return 400, b"<Error><Code>ExpiredToken</Code><Message>old</Message></Error>"
         return None

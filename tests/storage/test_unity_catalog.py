@@ -266,7 +266,7 @@ def test_the_ranks_of_a_fit_renew_the_credentials(
     assert front.granted >= 6, "each rank has requested them several times"
 
 
-def wait_and_return(batch: Any) -> Any:
+def wait_and_return(row: Any) -> Any:
     """Makes an epoch last longer than the credentials."""
-    time.sleep(0.3)
-    return batch
+    time.sleep(0.1)
+    return row

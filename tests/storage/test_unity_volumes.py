@@ -6,11 +6,9 @@ expire, and are revoked, while a fit uses them.
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 import subprocess
 import sys
-import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +26,6 @@ from farandole.data import ParquetLoader, prepare_data
 from farandole.spark.common import LocalBackend, Store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from tests.storage.credential_front import CredentialFront
     from tests.unity_catalog_server import UnityCatalogServer
 
@@ -122,10 +118,11 @@ def test_a_fit_runs_in_a_volume_whose_credentials_are_revoked(
 
     monkeypatch.setenv("FARANDOLE_STORE_TIMEOUT", "60")  # this process has the service, too
     front.life = 2.5
+    front.requests_per_key = 7
     store = Store.create(f"uc://{NAME}/farandole")
     prepared = prepare_data(training_rows(), store, feature_cols=["x"], label_cols=["y"])
     model = torch.nn.Linear(1, 1)
-    with prepared, revoke_keys_now_and_then(front):
+    with prepared:
         fitted = TorchEstimator(
             model=model,
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
@@ -152,28 +149,10 @@ def test_a_fit_runs_in_a_volume_whose_credentials_are_revoked(
     assert set(catalog.operations) == {"WRITE_VOLUME"}
 
 
-@contextlib.contextmanager
-def revoke_keys_now_and_then(front: CredentialFront) -> Iterator[None]:
-    """Revokes all keys again and again while the context lasts."""
-    is_done = threading.Event()
-
-    def revoke_keys() -> None:
-        while not is_done.wait(1.9):
-            front.revoke_all()
-
-    thread = threading.Thread(target=revoke_keys)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_done.set()
-        thread.join()
-
-
-def wait_and_return(batch: Any) -> Any:
+def wait_and_return(row: Any) -> Any:
     """Makes an epoch last longer than the credentials."""
-    time.sleep(0.4)
-    return batch
+    time.sleep(0.1)
+    return row
 
 
 def test_files_of_a_volume_are_read_with_credentials_for_reading(
