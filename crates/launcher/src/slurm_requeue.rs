@@ -63,9 +63,9 @@ impl SlurmBatchJob {
         &self.name
     }
 
-    /// Puts the job back into the queue. Slurm then ends its processes. `max_requeues` is the number
-    /// of requeues, by anything, after which it is not requeued any more: the state of a program may
-    /// change without progress.
+    /// Puts the job back into the queue. Slurm then ends its processes. `max_requeues` is the
+    /// number of requeues, by anything, after which it is not requeued any more: the state of a
+    /// program may change without progress.
     ///
     /// # Errors
     /// The reason: something else has ended or requeued the job, it was requeued too often, or
