@@ -225,7 +225,7 @@ fn parse_size(text: &str) -> Result<u64> {
 }
 
 /// Sets the options of the command line for all stores that are opened later. Returns the URLs of
-/// the stores; those of volumes of Unity Catalog are URLs of their location.
+/// the stores; for a volume of Unity Catalog, the URL of its location.
 pub(crate) fn configure_stores(
     matches: &ArgMatches,
     paths: Vec<String>,
