@@ -223,9 +223,7 @@ def test_workers_that_have_not_heard_that_the_job_is_over_hear_it_from_the_secon
         )
         job.kill()
         job.again()
-        until(
-            lambda: "continues a job that has 1 processes" in own(job.run), "the launcher to go on"
-        )
+        until(lambda: "continues a job that has 1 process" in own(job.run), "the launcher to go on")
         # Longer than a registrar takes to close.
         time.sleep(4.0)
         assert job.run.process.poll() is None, own(job.run)
