@@ -24,7 +24,11 @@ _NEUTRAL_VALUES = ("base_model_name_or_path", "peft_version", "inference_mode")
 
 
 def add_adapter(
-    loaded: LoadedNetwork, lora: int | peft.LoraConfig, seed: int, path: str | None
+    loaded: LoadedNetwork,
+    lora: int | peft.LoraConfig,
+    seed: int,
+    path: str | None,
+    task_type: peft.TaskType | None = peft.TaskType.SEQ_CLS,
 ) -> Any:
     """Returns the network with adapters. Adapters are trained, and the layers whose weights the
     checkpoint lacks.
@@ -34,6 +38,7 @@ def add_adapter(
         lora: rank of the adapters, or their configuration.
         seed: seed of the weights of adapters.
         path: path of the checkpoint, which the file of saved adapters contains.
+        task_type: decides which arguments PEFT passes on, unless `lora` says it; `None` passes all.
 
     Raises:
         ValueError: PEFT does not know which layers of such a network to adapt.
@@ -42,7 +47,7 @@ def add_adapter(
         config = peft.LoraConfig(r=lora, lora_alpha=2 * lora)
     else:
         config = copy.deepcopy(lora)  # PEFT writes into it
-    config.task_type = config.task_type or peft.TaskType.SEQ_CLS
+    config.task_type = config.task_type or task_type
     trained = {*(config.modules_to_save or ()), *map(_saved_layer, loaded.random_layers)}
     config.modules_to_save = sorted(trained) or None
     with weights_drawn_with(seed):

@@ -109,6 +109,8 @@ class BatchSource:
             the first one again, in their order, because other processes may keep theirs. With
             `moves` they stay in memory that processes of a host share, and keep their order.
         transformation: makes other columns of each batch.
+        augmentation: changes the columns of each batch after that, in each pass anew: a function of
+            the columns, the seed, and the number of the pass. Rows in memory are not changed yet.
         least: rows of a batch at least, by repeats that do not count, where `batch_size` allows it.
         missing: treatment of nulls, NaN and infinities.
         moves: whether an epoch may continue with another number of processes.
@@ -133,6 +135,7 @@ class BatchSource:
         threads: int = 2,
         in_memory: bool = False,
         transformation: Callable[[Arrays], Arrays] | None = None,
+        augmentation: Callable[[Arrays, int, int], Arrays] | None = None,
         least: int = 1,
         missing: MissingValuePolicy | None = None,
         moves: bool = False,
@@ -192,6 +195,7 @@ class BatchSource:
         self._size = size
         self._names = list(columns)
         self._transformation = transformation
+        self._augmentation = augmentation
         self._min_rows = min(least, batch_size)
         self._rank = rank
         self._seed = (seed, rank)
@@ -292,9 +296,15 @@ class BatchSource:
                 for rows in batches:
                     if step == steps:
                         return
-                    yield replace(rows, step=step)
+                    yield replace(rows, step=step, columns=self._augment_columns(rows, current))
                     step += 1
             current, row = current + 1, 0
+
+    def _augment_columns(self, rows: PaddedRankBatch, number: int) -> Mapping[str, Any]:
+        """Returns the columns of a batch as the training of a pass gets them."""
+        if self._augmentation is None:
+            return rows.columns
+        return self._augmentation(dict(rows.columns), self._seed[0], number)
 
     def _first_pass_number(self, number: int, steps: int) -> int:
         """Returns the number of the pass that an epoch of so many steps begins with, or

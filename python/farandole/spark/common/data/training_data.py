@@ -114,7 +114,9 @@ class TrainingDataSpec:
             **more: further arguments of the class, such as `rank` and `size`.
         """
 
-        def open_source(url: str, batch_size: int, threads: int, *, shuffle: bool) -> _Source:
+        def open_source(
+            url: str, batch_size: int, threads: int, *, shuffle: bool, augmentation: Any = None
+        ) -> _Source:
             return kind(
                 url,
                 casts,
@@ -125,11 +127,16 @@ class TrainingDataSpec:
                 in_memory=self.in_memory,
                 missing=self.missing,
                 ragged=self.ragged,
+                augmentation=augmentation,
                 **more,
             )
 
         train = open_source(
-            self.train_url, self.batch_size, self.train_threads, shuffle=self.shuffle
+            self.train_url,
+            self.batch_size,
+            self.train_threads,
+            shuffle=self.shuffle,
+            augmentation=getattr(more.get("transformation"), "augment_rows", None),
         )
         if self.val_url is None:
             return train, None
