@@ -221,6 +221,14 @@ class ImageClassifier(ImageParams, FineTuningEstimator):  # pyright: ignore[repo
 
     def _framework_fingerprint_parts(self) -> list[FingerprintPart]:
         parts, network = super()._framework_fingerprint_parts(), self.getModel()
+        decoding = self.getTransformationFn()
+        if isinstance(decoding, ImageDecoding):
+            # The number of threads and the directory of the images do not change the result.
+            pixels = replace(decoding, threads=1, root=None, augmentations=None)
+            parts = [*parts, FingerprintPart.from_value("transformation_fn", pixels)]
+            if decoding.augmentations is not None:
+                changes = FingerprintPart.from_value("augmentations", decoding.augmentations)
+                parts.append(changes)
         frozen = network.frozen_weights() if isinstance(network, ImageNetwork) else {}
         if not frozen:
             return parts
