@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import threading
 
 import cloudpickle
 import numpy as np
@@ -209,6 +210,7 @@ def test_each_pass_of_the_training_augments_the_rows_anew(tmp_path, in_memory):
         transformation=UserTransformation(decoding), augmentation=decoding.augment_rows,
     )  # fmt: skip
     plain = np.ascontiguousarray(as_channels_first(PIXELS))
+    assert source._transformation.reads_ahead
     for number in range(3):
         batches = [batch.columns["picture"] for batch in source.iterate_epoch_batches(number, 3)]
         found = np.concatenate(batches)[:5]
@@ -252,3 +254,32 @@ def test_pixels_are_scaled_as_the_processor_of_transformers_scales_them():
     images = [PIL.Image.fromarray(one) for one in PIXELS]
     wanted = make_processor()(images, return_tensors="pt")["pixel_values"]
     assert torch.allclose(found, wanted, atol=1e-5)
+
+
+class SlowDecoding(ImageDecoding):
+    """Remembers the threads that call it."""
+
+    threads_seen = ()
+
+    def __call__(self, columns):
+        type(self).threads_seen += (threading.current_thread().name,)
+        return super().__call__(columns)
+
+
+def test_the_next_batch_is_decoded_meanwhile_and_a_broken_one_is_an_error_in_its_turn(tmp_path):
+    files = [encode_image(one) for one in PIXELS[:4]]
+    table = pa.table({"picture": pa.array([*files, b"", files[0]], pa.binary())})
+    url = prepare_data(table, tmp_path).train_url
+    decoding = SlowDecoding(image_col="picture", height=SIZE, width=SIZE)
+    source = BatchSource(
+        url, {"picture": None}, batch_size=2, transformation=UserTransformation(decoding)
+    )
+    batches = source.iterate_epoch_batches(0, 3)
+    assert len([next(batches), next(batches)]) == 2
+    with pytest.raises(ValueError, match="column 'picture', row 0 of a batch: cannot decode"):
+        next(batches)
+    early = source.iterate_epoch_batches(1, 3)
+    next(early)
+    early.close()
+    assert {name.partition("_")[0] for name in SlowDecoding.threads_seen} == {"farandole-batches"}
+    assert not [one for one in threading.enumerate() if "farandole-batches" in one.name]

@@ -57,6 +57,10 @@ class ImageDecoding:
 
     batched: ClassVar[bool] = True
     """`farandole.spark.common.transform` gives whole batches to functions with this mark."""
+    reads_ahead: ClassVar[bool] = True
+    """The next batch is decoded while the network computes: Rust and Pillow do not hold the
+    interpreter's lock.
+    """
 
     def __call__(self, columns: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
         """Returns the columns of a batch, with pixels (rows, channels, height, width), uint8, in

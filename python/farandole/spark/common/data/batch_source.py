@@ -15,6 +15,7 @@ number of processes.
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -34,7 +35,7 @@ from farandole.data.ragged import lengths_column_name
 from farandole.stores.local_paths import explain_unreadable_data
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -336,11 +337,11 @@ class BatchSource:
         if self._repeated_pass is not None:
             number = self._repeated_pass
         keeps, count = self._in_memory and self._repeated_pass is None, self._reader.step_count(row)
-        with closing(self._reader.read_epoch(number, row)) as batches:
-            for step in range(count):
-                with explain_unreadable_data(self._url):
-                    batch = next(batches)
-                rows = self._convert_batch(batch)
+        with (
+            closing(self._reader.read_epoch(number, row)) as batches,
+            closing(self._converted_batches(batches, count)) as converted,
+        ):
+            for step, rows in enumerate(converted):
                 if keeps and step == 0:
                     keeps = self._reserve_memory(rows, count)
                 if keeps:
@@ -348,6 +349,30 @@ class BatchSource:
                 yield rows
         if self._in_memory and not keeps and count == self.steps:
             self._repeated_pass = number
+
+    def _converted_batches(
+        self, batches: Iterator[Batch], count: int
+    ) -> Generator[PaddedRankBatch]:
+        """Yields the batches of the reader as arrays, after the transformation. A transformation
+        that is marked with `reads_ahead` makes the next batch in a thread meanwhile.
+        """
+
+        def convert_next_batch() -> PaddedRankBatch:
+            with explain_unreadable_data(self._url):
+                batch = next(batches)
+            return self._convert_batch(batch)
+
+        if not getattr(self._transformation, "reads_ahead", False):
+            for _ in range(count):
+                yield convert_next_batch()
+            return
+        with ThreadPoolExecutor(1, "farandole-batches") as pool:
+            coming = pool.submit(convert_next_batch)
+            for step in range(count):
+                rows = coming.result()
+                if step + 1 < count:
+                    coming = pool.submit(convert_next_batch)
+                yield rows
 
     def _reserve_memory(self, rows: PaddedRankBatch, count: int) -> bool:
         """Reserves memory for all batches of a pass; returns whether there is enough."""
