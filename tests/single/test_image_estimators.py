@@ -32,6 +32,7 @@ from tests.image_checkpoints import (
     write_checkpoint,
 )
 from tests.parity.gang import StandingGang
+from tests.single.training import Here
 from torchvision.transforms import v2
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
@@ -43,7 +44,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
 ]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import tests
-GANGS = {size: StandingGang(size) for size in (1, 2)}
+BACKENDS = {1: Here(), 2: StandingGang(2)}
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +55,7 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="module", autouse=True)
 def standing_processes():
     yield
-    for gang in GANGS.values():
-        gang.close()
+    BACKENDS[2].close()
 
 
 class SmallNetwork(torch.nn.Module):
@@ -86,7 +86,7 @@ def make_classifier(store, processes=1, **options):
         "batch_size": 16,
         "random_seed": 1,
         "verbose": 0,
-        "backend": GANGS[processes],
+        "backend": BACKENDS[processes],
     }
     return ImageClassifier(store=str(store), **known | options)
 
@@ -109,7 +109,7 @@ def save_and_load(fitted):
 
 def test_a_checkpoint_learns_words_and_transformers_reads_what_it_saves(checkpoint, tmp_path):
     rows = make_pictures(64)
-    fitted = make_classifier(tmp_path / "store", 2, checkpoint=checkpoint, epochs=6).fit(rows)
+    fitted = make_classifier(tmp_path / "store", checkpoint=checkpoint, epochs=6).fit(rows)
     assert fitted.getHistory()[-1]["train"]["loss"] < 0.2
     fitted.save_pretrained(tmp_path / "saved")
     network = AutoModelForImageClassification.from_pretrained(tmp_path / "saved").eval()

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 LIBRARIES = ("torchvision", "timm")
 _ZIP_MAGIC = b"PK"
 _WITHOUT_AUXILIARY_HEADS = ("googlenet", "inception_v3")
-"""Networks of torchvision that return more than logits, unless they are told not to."""
+"""Networks of torchvision that return more than logits by default."""
 _MAX_NAMED_LAYERS = 3
 _RANDOM_NUMBERS_LOCK = threading.RLock()
 """Guards the random numbers of torch, which all threads share."""
@@ -114,7 +114,7 @@ class NamedBackbone:
 
         Raises:
             FileNotFoundError: there is no file of weights.
-            ValueError: the weights are not those of the network.
+            ValueError: the weights do not fit the network.
         """
         with draw_random_weights(seed):
             network = create_named_network(self.name, len(classes))

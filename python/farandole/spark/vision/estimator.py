@@ -190,7 +190,7 @@ class ImageClassifier(ImageParams, FineTuningEstimator):  # pyright: ignore[repo
             asked["height"], asked["width"] = self.getImageSize()
         chosen = {name: value for name, value in asked.items() if value is not None}
         if len(chosen) == len(ImagePreprocessing.__dataclass_fields__):
-            return ImagePreprocessing(**chosen)  # whatever the backbone states
+            return ImagePreprocessing(**chosen)  # the backbone may state none
         return replace(backbone.preprocessing(), **chosen)
 
     def _create_framework_job(self, prepared: Prepared, backend: Backend) -> FrameworkTrainingJob:
@@ -326,10 +326,10 @@ def _try_network(
         network.train()
     wanted = (_TRIED_IMAGES, classes)
     if not isinstance(found, torch.Tensor) or tuple(found.shape) != wanted:
-        told = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+        shown = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
         raise ValueError(
             f"the backbone must return a logit for each of {classes} classes, {wanted} for "
-            f"{_TRIED_IMAGES} images: it returned {told}"
+            f"{_TRIED_IMAGES} images: it returned {shown}"
         )
 
 

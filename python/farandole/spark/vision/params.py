@@ -132,7 +132,7 @@ class ImageParams(ImageColumnParams, FineTuningParams):
     augmentations: Parameter[Any] = Parameter(
         "Transform of torchvision.transforms.v2, or another function, that takes the pixels of one "
         "image, (channels, height, width) as uint8, and returns as many. It changes the rows of "
-        "the training, in each epoch anew, and no others.",
+        "the training, in each epoch in another way, and no others.",
         argument_checks.check_callable_value,
         default=None,
     )
