@@ -110,7 +110,7 @@ class BatchSource:
             the first one again, in their order, because other processes may keep theirs. With
             `moves` they stay in memory that processes of a host share, and keep their order.
         transformation: makes other columns of each batch.
-        augmentation: changes the columns of each batch after that, in each pass again: a function of
+        augmentation: changes the columns of each batch after that, in each pass: a function of
             the columns, the seed, and the number of the pass. Rows in memory are not changed yet.
         least: rows of a batch at least, by repeats that do not count, where `batch_size` allows it.
         missing: treatment of nulls, NaN and infinities.
