@@ -331,7 +331,7 @@ def test_a_checkpoint_that_does_not_fit_is_named(checkpoint, tmp_path):
         ({"backbone": SmallNetwork(), "image_mean": [0.1, 0.2]}, "image_mean needs one number"),
         ({"backbone": SmallNetwork(), "model": SmallNetwork()}, "model cannot be set: it follows"),
         ({"backbone": SmallNetwork(), "augmentations": v2.CenterCrop(4)}, "augmentations must ret"),
-        ({"backbone": SmallNetwork(), "augmentations": int}, "augmentations .*"),
+        ({"backbone": SmallNetwork(), "augmentations": int}, "augmentations do not take an"),
         ({"backbone": torch.nn.Flatten()}, "must return a logit for each of 2 classes"),
         ({"backbone": "torchvision:squeezenet1_1", "backbone_weights": "/no/such.pth"},
          "there is no file /no/such.pth"),

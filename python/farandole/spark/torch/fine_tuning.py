@@ -134,7 +134,7 @@ class FineTuningEstimator(FineTuningParams, TorchEstimator):  # pyright: ignore[
         for name in _OWN_PARAMS:
             if self.isSet(name) and self.getOrDefault(name):
                 raise ValueError(
-                    f"{name} cannot be set: it follows from {', '.join(self._required_params)}"
+                    f"{name} cannot be set: it follows from the network and the columns"
                 )
         if self.getLearningRate() is not None and self.isSet("optimizer"):
             raise ValueError("at most one of learning_rate and optimizer may be set")

@@ -107,7 +107,7 @@ class ImageDecoding:
             number: number of the pass.
 
         Raises:
-            ValueError: the augmentations return another shape or type.
+            ValueError: the augmentations fail, or return another shape or type.
         """
         if self.augmentations is None:
             return columns
@@ -131,7 +131,10 @@ class ImageDecoding:
         import torch  # noqa: PLC0415 - as above
 
         shape = tuple(image.shape)
-        found = self.augmentations(image)
+        try:
+            found = self.augmentations(image)
+        except Exception as error:
+            raise ValueError(f"augmentations do not take an image of {shape}: {error}") from error
         if not isinstance(found, torch.Tensor):
             raise ValueError(
                 f"augmentations must return a tensor, they returned {type(found).__name__}"
