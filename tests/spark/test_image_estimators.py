@@ -65,7 +65,7 @@ def test_a_classifier_is_fitted_saved_in_a_pipeline_and_predicts(
     checkpoint, directory, frames, tmp_path, kind
 ):
     classifier = make_classifier(
-        tmp_path / "store", checkpoint=checkpoint, epochs=8,
+        tmp_path / "store", checkpoint=checkpoint, epochs=30,
         image_root=str(directory) if kind == "paths" else None,
         num_proc=2 if kind == "bytes" else 1,
     )  # fmt: skip
