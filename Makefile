@@ -10,7 +10,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 # Spark's Python workers use this environment.
 export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 
-.PHONY: demo test test-jobs test-rest test-spark test-storage test-launch test-scale test-trust trust-soaks trust-rest test-ray chaos packages tensorflow-ops test-faults test-parity test-readers test-clients test-newest loom fuzz sanitize lint bench gpu-check shim viewer test-ui screenshots wheel install bytecode tools deny docs links size release release-again clean
+.PHONY: demo test test-jobs test-rest test-timing flaky test-spark test-storage test-launch test-scale test-trust trust-soaks trust-rest test-ray chaos packages tensorflow-ops test-faults test-parity test-readers test-clients test-newest loom fuzz sanitize lint bench gpu-check shim viewer test-ui screenshots wheel install bytecode tools deny docs links size release release-again clean
 
 # Packages that the wheel is built and used with. In a new environment, `make demo` installs only
 # those that it needs. All other targets install all.
@@ -34,14 +34,32 @@ test: bytecode loom
 	.ci/rust-tests
 	@echo "make test: the tests in Python, in two halves side by side"
 	$(MAKE) --no-print-directory -j2 --output-sync=target test-jobs test-rest
+	$(MAKE) --no-print-directory test-timing
 
-# Tests that start clusters and jobs as users do. `test-rest` runs all others.
+# Tests that start clusters and jobs as users do. `test-rest` runs all others. Tests whose result
+# depends on the speed of the machine run afterwards, alone.
 JOBS := $(addprefix tests/,spark ray storage launcher launch trust chaos faults notebooks ui)
 test-jobs:
-	$(BIN)/python -m pytest $(JOBS) -m "not slow" --reruns 1 --durations=25
+	$(BIN)/python -m pytest $(JOBS) -m "not slow and not timing" --reruns 1 --durations=25
 
 test-rest:
-	$(BIN)/python -m pytest tests $(addprefix --ignore=,$(JOBS) tests/clients) -m "not slow" --reruns 1 --durations=25
+	$(BIN)/python -m pytest tests $(addprefix --ignore=,$(JOBS) tests/clients) -m "not slow and not timing" --reruns 1 --durations=25
+
+test-timing:
+	$(BIN)/python -m pytest tests --ignore=tests/clients -m "timing and not slow" --reruns 1 --durations=10
+
+# The tests of both halves several times over, each test once a round: a test that fails in one round
+# of ten is a bug of the product or of the test. Prints how often each test failed; the output of the
+# rounds is in target/flaky. A round takes more than an hour, and FLAKY=tests/elastic less.
+ROUNDS := 10
+FLAKY := tests
+flaky: bytecode
+	mkdir -p target/flaky && rm -f target/flaky/*
+	for round in `seq $(ROUNDS)`; do \
+	$(BIN)/python -m pytest $(FLAKY) --ignore=tests/clients -m "not slow and not timing" > target/flaky/$$round.log 2>&1 \
+	|| test $$? = 1 || echo "FAILED pytest ended by itself" >> target/flaky/$$round.log; done; \
+	grep -hE '^(FAILED|ERROR) ' target/flaky/*.log | sed 's/ - .*//' | sort | uniq -c | sort -rn | tee target/flaky/failures; \
+	tail -qn 1 target/flaky/*.log && test ! -s target/flaky/failures
 
 # Ray on this host: static and elastic jobs, estimators, killed nodes. `test` runs the short tests
 # of it.

@@ -179,7 +179,7 @@ def test_targets() -> tuple[str, ...]:
     )
 
 
-OTHER_TARGETS: Final = ("test-jobs", "test-rest", "test-newest")
+OTHER_TARGETS: Final = ("test-jobs", "test-rest", "test-timing", "test-newest")
 """Targets that only others make, and the one that takes the package as its argument."""
 
 

@@ -212,7 +212,12 @@ def test_a_launcher_that_is_killed_while_it_starts_leaves_nothing(hosts, moment)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_launcher_that_is_asked_to_end_ends_its_workers(hosts, number):
     cluster = hosts("h1", "h2")
-    running = busy(cluster, program=IDLE)
+    # Under nohup this process ignores SIGHUP, and a launcher that it starts does as well.
+    inherited = signal.signal(number, signal.SIG_DFL)
+    try:
+        running = busy(cluster, program=IDLE)
+    finally:
+        signal.signal(number, inherited)
     running.send(number)
     assert running.wait(30.0) == 128 + number, running.output
     cluster.until_quiet(15.0)

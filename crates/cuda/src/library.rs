@@ -4,24 +4,23 @@
 //! Shared libraries that are loaded at run time and never unloaded, and tables of their functions.
 #![expect(unsafe_code, reason = "functions of libraries that are loaded at run time")]
 
-use std::ffi::{CStr, CString, c_void};
-use std::mem::{MaybeUninit, transmute_copy};
+use std::error::Error as _;
+use std::ffi::{CStr, c_void};
+use std::mem::MaybeUninit;
 use std::path::Path;
 use std::ptr::NonNull;
+
+use libloading::AsSymbolName;
+use libloading::os::unix::Library;
 
 use crate::{Error, Result};
 
 /// A loaded library. It is never unloaded: CUDA's own threads may still run in it.
 #[derive(Clone, Debug)]
 pub struct SharedLibrary {
-    handle: NonNull<c_void>,
+    library: &'static Library,
     name: String,
 }
-
-// SAFETY: a handle of the loader may be used from any thread, and libraries stay loaded.
-unsafe impl Send for SharedLibrary {}
-// SAFETY: as above.
-unsafe impl Sync for SharedLibrary {}
 
 impl SharedLibrary {
     /// Loads the library at a path, or by a name that the system's loader knows.
@@ -43,23 +42,11 @@ impl SharedLibrary {
         .ok()
     }
 
-    fn open_with_flags(name: &Path, flags: i32) -> Result<Self, String> {
-        let name = name.display().to_string();
-        let text =
-            CString::new(name.as_str()).map_err(|_| "its name contains a zero".to_owned())?;
-        // SAFETY: the name ends with a zero; the libraries asked for are made to be loaded into any
-        // process.
-        let handle = unsafe { libc::dlopen(text.as_ptr(), flags) };
-        NonNull::new(handle).map(|handle| Self { handle, name }).ok_or_else(|| {
-            // SAFETY: `dlerror` returns a string or null, valid until this thread's next call of
-            // the loader.
-            let words = NonNull::new(unsafe { libc::dlerror() });
-            words.map_or_else(
-                || "it is not loaded".to_owned(),
-                // SAFETY: as above.
-                |words| unsafe { CStr::from_ptr(words.as_ptr()) }.to_string_lossy().into_owned(),
-            )
-        })
+    fn open_with_flags(path: &Path, flags: i32) -> Result<Self, String> {
+        // SAFETY: the libraries asked for are made to be loaded into any process.
+        let library = unsafe { Library::open(Some(path), flags) }
+            .map_err(|error| error.source().map_or(error.to_string(), ToString::to_string))?;
+        Ok(Self { library: Box::leak(Box::new(library)), name: path.display().to_string() })
     }
 
     /// Returns the name or path by which it was opened.
@@ -71,20 +58,16 @@ impl SharedLibrary {
     ///
     /// # Safety
     /// `F` is a pointer to a function of the type that the library's header gives it.
-    pub unsafe fn find_function<F: Copy>(&self, name: &CStr) -> Option<F> {
+    pub unsafe fn find_function<F: Copy>(&self, name: impl AsSymbolName) -> Option<F> {
         const { assert!(size_of::<F>() == size_of::<*mut c_void>(), "a pointer to a function") };
-        // SAFETY: the handle is valid for ever and the name ends with a zero.
-        let address = NonNull::new(unsafe { libc::dlsym(self.handle.as_ptr(), name.as_ptr()) })?;
         // SAFETY: the size was checked, and the type is the caller's promise.
-        Some(unsafe { transmute_copy::<*mut c_void, F>(&address.as_ptr()) })
+        unsafe { self.library.get::<F>(name) }.ok().map(|function| *function)
     }
 
     /// Returns the file that has this function of the library.
     pub(crate) fn file_of_function(&self, function: &CStr) -> Option<String> {
-        // SAFETY: the handle is valid for ever and the name ends with a zero.
-        let address =
-            NonNull::new(unsafe { libc::dlsym(self.handle.as_ptr(), function.as_ptr()) })?;
-        file_at_address(address.as_ptr())
+        // SAFETY: the address is not called, and any type of pointer may hold it.
+        unsafe { self.find_function::<*const c_void>(function) }.and_then(file_at_address)
     }
 }
 
@@ -143,12 +126,7 @@ macro_rules! function_table {
                 $(
                     // SAFETY: the type is the one in the library's header.
                     let $field = unsafe {
-                        library.find_function::<unsafe extern "C" fn($($argument),*) -> $status>(
-                            const { match std::ffi::CStr::from_bytes_with_nul(concat!($name, "\0").as_bytes()) {
-                                Ok(name) => name,
-                                Err(_) => c"",
-                            } },
-                        )
+                        library.find_function::<unsafe extern "C" fn($($argument),*) -> $status>($name)
                     };
                     if $field.is_none() {
                         missing.push($name);
@@ -164,14 +142,7 @@ macro_rules! function_table {
                     $($field,)*
                     $(
                         // SAFETY: the type is the one in the library's header.
-                        $extra: unsafe {
-                            library.find_function(
-                                const { match std::ffi::CStr::from_bytes_with_nul(concat!($title, "\0").as_bytes()) {
-                                    Ok(name) => name,
-                                    Err(_) => c"",
-                                } },
-                            )
-                        },
+                        $extra: unsafe { library.find_function($title) },
                     )*
                 })
             }

@@ -39,5 +39,5 @@ pub use dtype::{DataType, ReduceOp};
 pub use error::{Error, Result};
 pub use reduction::{
     AdasumPrecision, AdasumProducts, BlockReducer, HierarchicalOrder, InstructionSet,
-    ReductionOrder, ReductionSpec, neutral_element, reduce_member_blocks,
+    ReductionOrder, ReductionSpec, neutral_element,
 };

@@ -105,11 +105,6 @@ pub const METRICS: &[MetricDefinition] = &[
     gauge("farandole.run.silence", "s", "Time since the driver of a running run has reported."),
 ];
 
-/// Returns the definition of a metric by its name in OpenTelemetry.
-pub fn find_metric(name: &str) -> Option<&'static MetricDefinition> {
-    METRICS.iter().find(|metric| metric.name == name)
-}
-
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;

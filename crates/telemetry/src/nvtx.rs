@@ -10,22 +10,16 @@
 
 #![expect(unsafe_code, reason = "a C library that is loaded at run time")]
 
-use std::ffi::{CStr, CString, c_char, c_int, c_void};
-use std::mem::transmute;
-use std::ptr::NonNull;
+use std::ffi::{CString, c_char, c_void};
+use std::mem;
+
+use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
 /// Libraries with the functions: NVTX 2, then the build of NVTX 3 for callers that are not C.
-const NVTX_LIBRARIES: [&CStr; 4] =
-    [c"libnvToolsExt.so.1", c"libnvtx3interop.so.1", c"libnvtx3interop.so", c"libnvToolsExt.so"];
-/// Resolve everything at once, and keep the names to ourselves.
-const RTLD_NOW: c_int = 2;
+const NVTX_LIBRARIES: [&str; 4] =
+    ["libnvToolsExt.so.1", "libnvtx3interop.so.1", "libnvtx3interop.so", "libnvToolsExt.so"];
 const ATTRIBUTES_VERSION: u16 = 2;
 const MESSAGE_TYPE_ASCII: i32 = 1;
-
-unsafe extern "C" {
-    fn dlopen(name: *const c_char, flags: c_int) -> *mut c_void;
-    fn dlsym(library: *mut c_void, name: *const c_char) -> *mut c_void;
-}
 
 /// `nvtxEventAttributes_v2`.
 #[repr(C)]
@@ -69,25 +63,18 @@ impl NvtxDomain {
         NVTX_LIBRARIES.iter().find_map(|library| Self::from_library(library))
     }
 
-    fn from_library(library: &CStr) -> Option<Self> {
-        // SAFETY: the name ends with a zero; the library is one that is made to be loaded into any
-        // process.
-        let library = NonNull::new(unsafe { dlopen(library.as_ptr(), RTLD_NOW) })?;
-        // SAFETY: the handle is valid and the names end with a zero.
-        let symbol = |name: &CStr| NonNull::new(unsafe { dlsym(library.as_ptr(), name.as_ptr()) });
-        let (create, start, end) = (
-            symbol(c"nvtxDomainCreateA")?,
-            symbol(c"nvtxDomainRangeStartEx")?,
-            symbol(c"nvtxDomainRangeEnd")?,
-        );
+    fn from_library(library: &str) -> Option<Self> {
+        // SAFETY: the library is one that is made to be loaded into any process.
+        let library = unsafe { Library::open(Some(library), RTLD_NOW | RTLD_LOCAL) }.ok()?;
         // SAFETY: these are the functions' types in NVTX 2 and 3.
         let (create, start, end) = unsafe {
             (
-                transmute::<*mut c_void, DomainCreateFn>(create.as_ptr()),
-                transmute::<*mut c_void, RangeStartFn>(start.as_ptr()),
-                transmute::<*mut c_void, RangeEndFn>(end.as_ptr()),
+                *library.get::<DomainCreateFn>("nvtxDomainCreateA").ok()?,
+                *library.get::<RangeStartFn>("nvtxDomainRangeStartEx").ok()?,
+                *library.get::<RangeEndFn>("nvtxDomainRangeEnd").ok()?,
             )
         };
+        mem::forget(library);
         // SAFETY: the name ends with a zero, and NVTX copies it.
         let domain = unsafe { create(c"Farandole".as_ptr()) };
         Some(Self { domain, start, end })
@@ -158,8 +145,7 @@ mod tests {
             compiler.status().unwrap().success(),
             "this test needs a C compiler, as linking does"
         );
-        let name = CString::new(library.to_str().unwrap()).unwrap();
-        let nvtx = NvtxDomain::from_library(&name).unwrap();
+        let nvtx = NvtxDomain::from_library(library.to_str().unwrap()).unwrap();
         let range = nvtx.start_range("ALLREDUCE gradient");
         nvtx.end_range(range);
         let calls = std::fs::read_to_string(calls).unwrap();
@@ -168,7 +154,7 @@ mod tests {
 
     #[test]
     fn a_library_that_is_missing_or_another_is_passed_over() {
-        assert!(NvtxDomain::from_library(c"libdoes-not-exist.so.1").is_none());
-        assert!(NvtxDomain::from_library(c"libc.so.6").is_none());
+        assert!(NvtxDomain::from_library("libdoes-not-exist.so.1").is_none());
+        assert!(NvtxDomain::from_library("libc.so.6").is_none());
     }
 }

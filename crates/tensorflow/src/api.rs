@@ -8,6 +8,8 @@
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::OnceLock;
 
+use libloading::os::unix::{Library, RTLD_LAZY};
+
 /// An opaque pointer to a TensorFlow object.
 pub(crate) type Opaque = *mut c_void;
 
@@ -26,17 +28,20 @@ pub(crate) type InferShapeFn = unsafe extern "C" fn(context: Opaque, status: Opa
 pub(crate) type DeallocateTensorFn =
     unsafe extern "C" fn(data: *mut c_void, length: usize, argument: *mut c_void);
 
-unsafe extern "C" {
-    fn dlopen(name: *const c_char, flags: c_int) -> *mut c_void;
-    fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void;
-}
-
-const RTLD_LAZY: c_int = 1;
+/// Finds a library only if the process has loaded it: a second copy of TensorFlow would have
+/// registries of its own, in which the ops would not be found.
 const RTLD_NOLOAD: c_int = 4;
 
 /// Sonames that hold the API, newest first.
-const TENSORFLOW_LIBRARIES: [&CStr; 2] =
-    [c"libtensorflow_framework.so.2", c"libtensorflow_cc.so.2"];
+const TENSORFLOW_LIBRARIES: [&str; 2] = ["libtensorflow_framework.so.2", "libtensorflow_cc.so.2"];
+
+/// Returns the libraries of TensorFlow in this process, which never unloads them.
+fn loaded_libraries() -> impl Iterator<Item = Library> {
+    TENSORFLOW_LIBRARIES
+        .iter()
+        // SAFETY: the call loads nothing, so no code of a library runs.
+        .filter_map(|name| unsafe { Library::open(Some(*name), RTLD_LAZY | RTLD_NOLOAD) }.ok())
+}
 
 macro_rules! api {
     ($($field:ident = $symbol:ident($($argument:ty),*) $(-> $result:ty)?;)*) => {
@@ -47,31 +52,17 @@ macro_rules! api {
 
         impl Api {
             fn load() -> Result<Self, String> {
-                // NOLOAD: a second copy of TensorFlow would have registries of its own, in which
-                // the ops would not be found.
-                let libraries: Vec<*mut c_void> = TENSORFLOW_LIBRARIES
-                    .iter()
-                    // SAFETY: with `RTLD_NOLOAD` the call only finds libraries that are loaded
-                    // already.
-                    .map(|name| unsafe { dlopen(name.as_ptr(), RTLD_LAZY | RTLD_NOLOAD) })
-                    .filter(|handle| !handle.is_null())
-                    .collect();
+                let libraries: Vec<Library> = loaded_libraries().collect();
                 if libraries.is_empty() {
                     return Err("TensorFlow is not loaded".to_owned());
                 }
                 $(
-                    let name = concat!(stringify!($symbol), "\0");
-                    let address = libraries
+                    let $field = *libraries
                         .iter()
-                        // SAFETY: the handle is open and the name is terminated.
-                        .map(|library| unsafe { dlsym(*library, name.as_ptr().cast()) })
-                        .find(|address| !address.is_null())
+                        // SAFETY: the function has this type in the headers of TensorFlow's stable
+                        // C API.
+                        .find_map(|library| unsafe { library.get(stringify!($symbol)) }.ok())
                         .ok_or(concat!("this TensorFlow lacks ", stringify!($symbol)))?;
-                    // SAFETY: the function has this type in the headers of TensorFlow's stable C
-                    // API.
-                    let $field = unsafe {
-                        std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($argument),*) $(-> $result)?>(address)
-                    };
                 )*
                 Ok(Self { $($field),* })
             }
@@ -140,17 +131,14 @@ api! {
     shape_concatenate = TF_ShapeInferenceContextConcatenateShapes(Opaque, Opaque, Opaque, Opaque, Opaque);
 }
 
-/// Returns the address of what TensorFlow's libraries export under this name.
-pub(crate) fn find_symbol(name: &CStr) -> Option<*mut c_void> {
-    TENSORFLOW_LIBRARIES
-        .iter()
-        // SAFETY: with `RTLD_NOLOAD` the call only finds loaded libraries, and names are
-        // terminated.
-        .map(|library| unsafe {
-            let handle = dlopen(library.as_ptr(), RTLD_LAZY | RTLD_NOLOAD);
-            if handle.is_null() { handle } else { dlsym(handle, name.as_ptr()) }
-        })
-        .find(|address| !address.is_null())
+/// Returns a function that TensorFlow's libraries export under this name.
+///
+/// # Safety
+/// `F` is a pointer to a function of the type that the library's header gives it.
+pub(crate) unsafe fn find_symbol<F: Copy>(name: &CStr) -> Option<F> {
+    // SAFETY: the type is the caller's promise.
+    loaded_libraries()
+        .find_map(|library| unsafe { library.get::<F>(name) }.ok().map(|found| *found))
 }
 
 static TENSORFLOW_API: OnceLock<Result<Api, String>> = OnceLock::new();

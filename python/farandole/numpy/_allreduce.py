@@ -281,12 +281,8 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[Array]:
     """Combines several arrays over all ranks as one unit into new ones; else as `allreduce`."""
-    op = resolve_op_argument(op, average)
-    return synchronize(
-        _start_grouped_allreduce(
-            tensors, False, name, op, (prescale_factor, postscale_factor), process_set
-        )
-    )
+    factors = (prescale_factor, postscale_factor)
+    return synchronize(grouped_allreduce_async(tensors, average, name, op, *factors, process_set))
 
 
 def grouped_allreduce_(
@@ -299,9 +295,5 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> list[Array]:
     """Like `grouped_allreduce`, but overwrites the writable arrays and returns them."""
-    op = resolve_op_argument(op, average)
-    return synchronize(
-        _start_grouped_allreduce(
-            tensors, True, name, op, (prescale_factor, postscale_factor), process_set
-        )
-    )
+    factors = (prescale_factor, postscale_factor)
+    return synchronize(grouped_allreduce_async_(tensors, average, name, op, *factors, process_set))

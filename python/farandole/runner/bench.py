@@ -85,19 +85,6 @@ def make_submitter(
         source, target = given.address, taken.address
         name = f"bench.{operation}.{size}"
         match operation:
-            case "allreduce":
-                return engine.allreduce(
-                    name,
-                    number,
-                    (whole,),
-                    source,
-                    target,
-                    SUM_OPERATION,
-                    1.0,
-                    1.0,
-                    GLOBAL_PROCESS_SET,
-                    True,
-                )
             case "broadcast":
                 return engine.broadcast(
                     name, number, (whole,), source, source, 0, GLOBAL_PROCESS_SET, True
@@ -109,18 +96,9 @@ def make_submitter(
                     name, number, (whole,), source, None, GLOBAL_PROCESS_SET, True
                 )
             case _:
-                return engine.reducescatter(
-                    name,
-                    number,
-                    (whole,),
-                    source,
-                    target,
-                    SUM_OPERATION,
-                    1.0,
-                    1.0,
-                    GLOBAL_PROCESS_SET,
-                    True,
-                )
+                reduce = engine.allreduce if operation == "allreduce" else engine.reducescatter
+                tensor = (name, number, (whole,), source, target)
+                return reduce(*tensor, SUM_OPERATION, 1.0, 1.0, GLOBAL_PROCESS_SET, True)
 
     return submit_operation, whole * each
 

@@ -177,18 +177,32 @@ def _import_gradients() -> Any:
 
 
 def _differentiable_reduction(
-    reduce: Callable[..., Any], gradient: str, tensors: Sequence[Any], attributes: dict[str, Any]
+    reduce: Callable[..., Any],
+    gradient: str,
+    tensors: Sequence[Any],
+    tensor_name: str = "",
+    process_set: int = 0,
+    attended: bool = False,  # noqa: ARG001 - the native op's
+    reduce_op: int = 0,
+    prescale: int = ONE_BITS,
+    postscale: int = ONE_BITS,
 ) -> list[Any]:
     """Returns a reduction of several tensors; `gradient` names its gradient."""
-    tensor_name, process_set = attributes["tensor_name"], attributes["process_set"]
+    attributes = {
+        "tensor_name": tensor_name,
+        "process_set": process_set,
+        "reduce_op": reduce_op,
+        "prescale": prescale,
+        "postscale": postscale,
+    }
 
     def reduce_arrays(*arrays: np.ndarray) -> list[np.ndarray]:
         return reduce(
             list(arrays),
             name=tensor_name or None,
-            op=op_of_engine_number(attributes["reduce_op"]),
-            prescale_factor=double_from_bits(attributes["prescale"]),
-            postscale_factor=double_from_bits(attributes["postscale"]),
+            op=op_of_engine_number(reduce_op),
+            prescale_factor=double_from_bits(prescale),
+            postscale_factor=double_from_bits(postscale),
             process_set=_find_process_set(process_set),
         )
 
@@ -200,45 +214,15 @@ def _differentiable_reduction(
     )
 
 
-def farandole_grouped_allreduce(
-    tensors: Sequence[Any],
-    tensor_name: str = "",
-    process_set: int = 0,
-    attended: bool = False,  # noqa: ARG001 - the native op's
-    reduce_op: int = 0,
-    prescale: int = ONE_BITS,
-    postscale: int = ONE_BITS,
-) -> list[Any]:
+def farandole_grouped_allreduce(tensors: Sequence[Any], **arguments: Any) -> list[Any]:
     """Combines several tensors as one unit."""
-    attributes = {
-        "tensor_name": tensor_name,
-        "process_set": process_set,
-        "reduce_op": reduce_op,
-        "prescale": prescale,
-        "postscale": postscale,
-    }
-    return _differentiable_reduction(hvd.grouped_allreduce, "allreduce", tensors, attributes)
+    return _differentiable_reduction(hvd.grouped_allreduce, "allreduce", tensors, **arguments)
 
 
-def farandole_grouped_reducescatter(
-    tensors: Sequence[Any],
-    tensor_name: str = "",
-    process_set: int = 0,
-    attended: bool = False,  # noqa: ARG001
-    reduce_op: int = 0,
-    prescale: int = ONE_BITS,
-    postscale: int = ONE_BITS,
-) -> list[Any]:
+def farandole_grouped_reducescatter(tensors: Sequence[Any], **arguments: Any) -> list[Any]:
     """Combines several tensors and keeps this rank's rows."""
-    attributes = {
-        "tensor_name": tensor_name,
-        "process_set": process_set,
-        "reduce_op": reduce_op,
-        "prescale": prescale,
-        "postscale": postscale,
-    }
     return _differentiable_reduction(
-        hvd.grouped_reducescatter, "reducescatter", tensors, attributes
+        hvd.grouped_reducescatter, "reducescatter", tensors, **arguments
     )
 
 

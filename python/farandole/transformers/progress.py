@@ -70,16 +70,7 @@ class ReportProgress(transformers.TrainerCallback):
         del args, control
         self._report_epoch(state)
 
-    def on_train_end(
-        self,
-        args: transformers.TrainingArguments,
-        state: transformers.TrainerState,
-        control: transformers.TrainerControl,
-        **_: Any,
-    ) -> None:
-        """Reports the last epoch."""
-        del args, control
-        self._report_epoch(state)
+    on_train_end = on_epoch_begin
 
     def on_log(
         self,

@@ -16,7 +16,8 @@ use farandole_cuda::{
     PackLaunchArguments, ReductionInputs, SharedLibrary, block_count_for, pack_kernel_name,
     plan_pack_launches, reduction_kernel_name,
 };
-use farandole_kernels::{DataType, ReduceOp, reduce_member_blocks};
+use farandole_kernels::{DataType, ReduceOp};
+use farandole_testkit::reduce_member_blocks;
 
 /// The kernels as a library, built once for all tests.
 static SHIM: LazyLock<SharedLibrary> = LazyLock::new(|| {

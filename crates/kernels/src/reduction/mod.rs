@@ -49,7 +49,7 @@ mod staged;
 use std::sync::Arc;
 
 use self::reduction_parameters::BlockForm;
-use crate::{DataType, Error, ReduceOp, Result};
+use crate::{DataType, Error, Result};
 
 pub use adasum::{AdasumPrecision, AdasumProducts};
 pub use neutral::neutral_element;
@@ -284,31 +284,4 @@ impl BlockReducer {
         // kernel was compiled.
         unsafe { self.kernel.reduce_blocks(from, to, order, inputs, out) }
     }
-}
-
-/// Reduces one block per member into `out`.
-///
-/// # Errors
-/// Like [`BlockReducer::new`], and `Shape` when lengths differ or are not a whole number of
-/// elements.
-pub fn reduce_member_blocks(
-    dtype: DataType,
-    op: ReduceOp,
-    inputs: &[&[u8]],
-    out: &mut [u8],
-    prescale: f64,
-    postscale: f64,
-) -> Result<()> {
-    let reducer =
-        BlockReducer::new(ReductionSpec { dtype, op, members: inputs.len(), prescale, postscale })?;
-    if inputs.iter().any(|input| input.len() != out.len())
-        || !out.len().is_multiple_of(dtype.element_size())
-    {
-        let lengths: Vec<usize> = inputs.iter().map(|input| input.len()).collect();
-        let reason =
-            format!("inputs of {lengths:?} bytes reduced into {} bytes of {dtype}", out.len());
-        return Err(Error::Shape { reason });
-    }
-    reducer.reduce_blocks(inputs, out);
-    Ok(())
 }

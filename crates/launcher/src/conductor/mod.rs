@@ -356,7 +356,7 @@ impl Conductor {
             }
             JobEvent::Stop { task: TaskId(task), reason } => {
                 self.task_mut(task).ending_since = Some(now);
-                self.actions.push(ConductorAction::CancelWorker { task, reason });
+                self.cancel_workers(&[task], &reason);
             }
             JobEvent::Dismissed { task, reason } => {
                 tracing::info!(task = task.0, reason, "a worker is dismissed");
@@ -430,10 +430,22 @@ impl Conductor {
                 && task.awaited == Some(WorkerExitChannel::Thread)
                 && !task.has_ended()
         });
-        self.actions.extend(unended.map(|(task, _)| ConductorAction::CancelWorker {
-            task: *task,
-            reason: "the job is over".to_owned(),
-        }));
+        let unended: Vec<u32> = unended.map(|(task, _)| *task).collect();
+        self.cancel_workers(&unended, "the job is over");
+    }
+
+    fn cancel_workers(&mut self, tasks: &[u32], reason: &str) {
+        // After a stop level, every agent has its order already. SIGTERM would end an interrupted
+        // worker in its last checkpoint as soon as a faster worker has ended.
+        if self.stop_level > StopLevel::Continue {
+            return;
+        }
+        self.actions.extend(
+            tasks.iter().map(|task| ConductorAction::CancelWorker {
+                task: *task,
+                reason: reason.to_owned(),
+            }),
+        );
     }
 
     fn handle_connection_loss(&mut self, now: Duration, connection: usize, error: Error) {

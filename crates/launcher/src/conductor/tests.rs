@@ -221,3 +221,23 @@ fn workers_of_one_host_are_started_together_and_none_after_the_end() {
     let inputs = starts().into_iter().chain([aborted(None, None)]);
     assert!(over.step(NOW, inputs).is_empty() && over.is_done());
 }
+
+#[test]
+fn an_interrupted_worker_keeps_its_time_for_a_checkpoint_when_another_has_ended() {
+    let stop = |task| {
+        ConductorInput::Registrar(JobEvent::Stop { task: TaskId(task), reason: "why".to_owned() })
+    };
+    let is_cancel =
+        |action: &ConductorAction| matches!(action, ConductorAction::CancelWorker { .. });
+    for level in [StopLevel::Continue, StopLevel::Interrupt] {
+        let mut conductor = conductor(true);
+        (0..2).for_each(|task| conductor.expect_worker_end(task, WorkerExitChannel::Thread));
+        conductor.step(NOW, [ConductorInput::StopWanted(level)]);
+        let faster = exited(0, 0, ExitKind::Code(3), false);
+        let actions = conductor.step(NOW, [faster, ended(0, outcome(3)), stop(1)]);
+        assert_eq!(actions.iter().any(is_cancel), level == StopLevel::Continue, "{actions:?}");
+        let actions = conductor.step(NOW, [aborted(Some(0), Some(0))]);
+        assert_eq!(actions.iter().any(is_cancel), level == StopLevel::Continue, "{actions:?}");
+        assert!(!conductor.is_done(), "the end of the slower worker is awaited");
+    }
+}

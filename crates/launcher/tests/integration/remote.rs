@@ -284,17 +284,21 @@ fn workers_of_an_elastic_job_that_fail_before_a_world_end_it_with_their_code() {
 
 #[test]
 fn an_elastic_job_that_is_interrupted_ends_its_workers_here_and_elsewhere() {
-    let bed = Bed::new();
-    let ready = bed.path("ready");
-    let polite = format!(
-        r#"trap 'touch {0}.saved.${{HOST:-here}}; exit 3' INT
-           touch {0}.${{HOST:-here}}; while :; do sleep 0.05; done"#,
-        ready.display()
-    );
-    let exist = |names: [&str; 2]| names.iter().all(|name| ready.with_extension(name).exists());
-    let report = bed.run_elastic(&polite, || {
-        if exist(["here", "far"]) { StopLevel::Interrupt } else { StopLevel::Continue }
-    });
-    assert!(report.interrupted && report.exit_code() != 0, "{report:?}");
-    assert!(exist(["saved.here", "saved.far"]));
+    for slower in ["here", "far"] {
+        let bed = Bed::new();
+        let ready = bed.path("ready");
+        // The end of the faster worker must not end the slower one before it has saved.
+        let polite = format!(
+            r#"trap '[ ${{HOST:-here}} = {slower} ] && sleep 0.7
+                     touch {0}.saved.${{HOST:-here}}; exit 3' INT
+               touch {0}.${{HOST:-here}}; while :; do sleep 0.05; done"#,
+            ready.display()
+        );
+        let exist = |names: [&str; 2]| names.iter().all(|name| ready.with_extension(name).exists());
+        let report = bed.run_elastic(&polite, || {
+            if exist(["here", "far"]) { StopLevel::Interrupt } else { StopLevel::Continue }
+        });
+        assert!(report.interrupted && report.exit_code() != 0, "{report:?}");
+        assert!(exist(["saved.here", "saved.far"]), "the {slower} worker was ended too early");
+    }
 }

@@ -454,16 +454,18 @@ async fn serve_heartbeats(
                 }
                 Ok(None) | Err(_) => break,
             },
-            verdict = wait_for_worker_end(&mut board, caller), if !is_stop_sent => {
-                is_stop_sent = true;
-                let directive = wire::Directive { stop: Some(verdict.into()), interrupt: false };
+            // Before the verdict: a worker that is interrupted first has time for a checkpoint, even
+            // if a faster worker's end has ended the job.
+            () = wait_until_job_interrupted(&mut interrupts), if !interrupted => {
+                interrupted = true;
+                let directive = wire::Directive { stop: None, interrupt: true };
                 if directives.send(Ok(directive)).await.is_err() {
                     break;
                 }
             }
-            () = wait_until_job_interrupted(&mut interrupts), if !interrupted => {
-                interrupted = true;
-                let directive = wire::Directive { stop: None, interrupt: true };
+            verdict = wait_for_worker_end(&mut board, caller), if !is_stop_sent => {
+                is_stop_sent = true;
+                let directive = wire::Directive { stop: Some(verdict.into()), interrupt: false };
                 if directives.send(Ok(directive)).await.is_err() {
                     break;
                 }

@@ -48,23 +48,21 @@ struct CppOptionalStringView {
 /// # Errors
 /// The reason: a part that this TensorFlow lacks, or lays out in another way.
 pub(super) fn register_custom_call_target() -> Result<(), String> {
-    let found = |name: &'static CStr| {
-        find_symbol(name).ok_or_else(|| format!("this TensorFlow lacks {}", name.to_string_lossy()))
-    };
-    let (global, register, get_message) = (
-        found(REGISTRY_GLOBAL_SYMBOL)?,
-        found(REGISTRY_REGISTER_SYMBOL)?,
-        found(GET_MESSAGE_SYMBOL)?,
-    );
-    let (new, delete) = (found(OPERATOR_NEW_SYMBOL)?, found(OPERATOR_DELETE_SYMBOL)?);
+    /// # Safety
+    /// As for [`find_symbol`].
+    unsafe fn require_symbol<F: Copy>(name: &CStr) -> Result<F, String> {
+        // SAFETY: the type is the caller's promise.
+        unsafe { find_symbol(name) }
+            .ok_or_else(|| format!("this TensorFlow lacks {}", name.to_string_lossy()))
+    }
     // SAFETY: the functions have these types in XLA's headers; `this` is a method's first argument.
     let (global, register, get_message, new, delete) = unsafe {
         (
-            std::mem::transmute::<*mut c_void, Global>(global),
-            std::mem::transmute::<*mut c_void, Register>(register),
-            std::mem::transmute::<*mut c_void, GetMessageFn>(get_message),
-            std::mem::transmute::<*mut c_void, OperatorNewFn>(new),
-            std::mem::transmute::<*mut c_void, Delete>(delete),
+            require_symbol::<Global>(REGISTRY_GLOBAL_SYMBOL)?,
+            require_symbol::<Register>(REGISTRY_REGISTER_SYMBOL)?,
+            require_symbol::<GetMessageFn>(GET_MESSAGE_SYMBOL)?,
+            require_symbol::<OperatorNewFn>(OPERATOR_NEW_SYMBOL)?,
+            require_symbol::<Delete>(OPERATOR_DELETE_SYMBOL)?,
         )
     };
     // Before the check of the layout, because `write_failure` allocates with it.

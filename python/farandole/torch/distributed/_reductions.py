@@ -138,23 +138,26 @@ class ReductionOperations(GroupOperations):
         op = engine_reduction(opts.reduceOp)
         data = scale_before_sum(to_reducible_host(tensor), opts.reduceOp)
         result = torch.empty_like(data) if target is None else data
-        name = self._next_name()
-        submission = (
-            engine.allreduce,
-            name,
-            ENGINE_DTYPES[data.dtype],
-            data.shape,
-            data.data_ptr(),
-            result.data_ptr(),
-            op,
-            1.0,
-            1.0,
-            self._member_set_number,
-            not opts.asyncOp,
+        submission = self._reduction_submission(
+            engine.allreduce, data, result, op, caller_waits=not opts.asyncOp
         )
         return self._submit_work(
             submission, (data, result), lambda _: store_result(result), [tensor]
         )
+
+    def _reduction_submission(
+        self,
+        operation: Callable[..., int],
+        data: torch.Tensor,
+        result: torch.Tensor,
+        op: int,
+        *,
+        caller_waits: bool,
+    ) -> tuple[Any, ...]:
+        """Returns the engine's function for a reduction, and its arguments."""
+        tensor = (ENGINE_DTYPES[data.dtype], data.shape, data.data_ptr(), result.data_ptr())
+        number = self._member_set_number
+        return (operation, self._next_name(), *tensor, op, 1.0, 1.0, number, caller_waits)
 
     def _allgather_and_fold(
         self,
@@ -255,19 +258,8 @@ class ReductionOperations(GroupOperations):
         if order is not None:
             data = data[order]
         result = torch.empty_like(data[0])
-        name = self._next_name()
-        submission = (
-            engine.reducescatter,
-            name,
-            ENGINE_DTYPES[data.dtype],
-            data.shape,
-            data.data_ptr(),
-            result.data_ptr(),
-            op,
-            1.0,
-            1.0,
-            self._member_set_number,
-            not opts.asyncOp,
+        submission = self._reduction_submission(
+            engine.reducescatter, data, result, op, caller_waits=not opts.asyncOp
         )
         return self._submit_work(
             submission, (data, result), lambda _: copy_into(output, result), [output]
@@ -275,20 +267,8 @@ class ReductionOperations(GroupOperations):
 
     def _allreduce_then_take_part(self, output: torch.Tensor, data: torch.Tensor, op: int) -> Any:
         """Reduces everything everywhere: the engine scatters sums and averages only."""
-        name = self._next_name()
-        address = data.data_ptr()
-        submission = (
-            engine.allreduce,
-            name,
-            ENGINE_DTYPES[data.dtype],
-            data.shape,
-            address,
-            address,
-            op,
-            1.0,
-            1.0,
-            self._member_set_number,
-            False,
+        submission = self._reduction_submission(
+            engine.allreduce, data, data, op, caller_waits=False
         )
         return self._submit_work(
             submission, data, lambda _: copy_into(output, data[self._rank]), [output]
