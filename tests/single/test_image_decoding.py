@@ -22,6 +22,7 @@ from tests.image_checkpoints import (
     make_spark_image,
 )
 from torchvision.transforms import v2
+from transformers import ConvNextImageProcessor, ViTImageProcessor
 
 from farandole._native.store import Store as NativeStore
 from farandole.data import prepare_data
@@ -244,6 +245,40 @@ def test_a_changed_preprocessing_is_written_for_transformers(mode):
     assert read_processor_config(changed) == used
     same = make_processor().to_dict()
     assert change_processor_config(same, read_processor_config(same)) is same
+
+
+@pytest.mark.parametrize(
+    "make_processor_of_crops",
+    [
+        lambda: ViTImageProcessor(
+            size={"shortest_edge": 32}, do_center_crop=True, crop_size={"height": 16, "width": 16}
+        ),
+        lambda: ConvNextImageProcessor(size={"shortest_edge": 16}, crop_pct=0.5),
+    ],
+)
+def test_a_processor_that_crops_from_a_larger_image_is_saved_as_the_training_cropped(
+    make_processor_of_crops,
+):
+    used = read_processor_config(make_processor_of_crops().to_dict())
+    assert (used.height, used.width, used.resize_mode) == (16, 16, "crop")
+    changed = change_processor_config(make_processor_of_crops().to_dict(), used)
+    saved = type(make_processor_of_crops()).from_dict(changed)
+    pixels = np.random.default_rng(1).integers(0, 255, (16, 20, 3), np.uint8)
+    network = ImageNetwork(torch.nn.Identity(), used.mean, used.std)
+    decoded = make_decoding(resize_mode="crop").decode_images([encode_image(pixels)])
+    found = network(torch.from_numpy(decoded))
+    wanted = saved(PIL.Image.fromarray(pixels), return_tensors="pt")["pixel_values"]
+    assert torch.allclose(found, wanted, atol=1e-5)
+
+
+def test_a_size_or_scale_of_the_user_stands_for_a_missing_one():
+    content = {"do_center_crop": False, "rescale_offset": True}
+    chosen = {"height": 8, "width": 9, "mean": (0.5,), "std": (0.25,)}
+    used = read_processor_config(content, chosen)
+    assert used == ImagePreprocessing(8, 9, "stretch", (0.5,), (0.25,))
+    assert read_processor_config(change_processor_config(content, used)) == used
+    with pytest.raises(ValueError, match="do_flip_channel_order is not supported"):
+        read_processor_config({"size": 8, "do_flip_channel_order": True})
 
 
 def test_pixels_are_scaled_as_the_processor_of_transformers_scales_them():

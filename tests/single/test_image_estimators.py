@@ -37,7 +37,9 @@ from torchvision.transforms import v2
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from farandole.spark.torch.saving.state_bytes import unpack_state
+from farandole.spark.transformers.checkpoint import open_checkpoint
 from farandole.spark.vision import ImageClassifier, ImageClassifierModel
+from farandole.spark.vision.checkpoint import CheckpointBackbone, ImageCheckpoint
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -126,6 +128,31 @@ def test_a_checkpoint_learns_words_and_transformers_reads_what_it_saves(checkpoi
     assert set(parts) >= {"config.json", "model.safetensors", "preprocessor_config.json"}
     assert "objects" not in parts
     assert predict(loaded, rows) == pytest.approx(found, abs=1e-5)
+
+
+def test_a_fit_is_a_plain_loop_of_torch(checkpoint, tmp_path):
+    pixels, names = make_pixels(32)
+    fitted = make_classifier(tmp_path, checkpoint=checkpoint, shuffle=False, epochs=4).fit(
+        make_pictures(32)
+    )
+    with open_checkpoint(checkpoint, kind=ImageCheckpoint) as opened:
+        network = CheckpointBackbone(opened).load_backbone(CLASSES, 1).network.train()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.005, weight_decay=0.01)
+    images = [PIL.Image.fromarray(one) for one in pixels]
+    wanted = make_processor()(images, return_tensors="pt")["pixel_values"]
+    labels = torch.tensor([CLASSES.index(one) for one in names])
+    for entry in fitted.getHistory():
+        losses = []
+        for first in range(0, 32, 16):
+            optimizer.zero_grad()
+            found = network(wanted[first : first + 16]).logits
+            loss = torch.nn.functional.cross_entropy(found, labels[first : first + 16])
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert entry["train"]["loss"] == pytest.approx(np.mean(losses), abs=1e-4)
+    for name, value in fitted.getModel().network.state_dict().items():
+        assert torch.allclose(value, network.state_dict()[name], atol=1e-3), name
 
 
 def test_two_processes_train_as_one_does(checkpoint, tmp_path):

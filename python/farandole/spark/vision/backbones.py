@@ -9,7 +9,7 @@ import copy
 import difflib
 import threading
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -26,7 +26,7 @@ from farandole.spark.vision.preprocessing import (
 from farandole.stores.store import Store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 LIBRARIES = ("torchvision", "timm")
 _ZIP_MAGIC = b"PK"
@@ -64,8 +64,12 @@ class ImageBackbone(Protocol):
         """Whether its weights are not random."""
         ...
 
-    def preprocessing(self) -> ImagePreprocessing:
-        """Returns size and scale of its images."""
+    def preprocessing(self, chosen: Mapping[str, Any]) -> ImagePreprocessing:
+        """Returns size and scale of its images.
+
+        Args:
+            chosen: fields of the result that the user set.
+        """
         ...
 
     def load_backbone(self, classes: Sequence[str], seed: int) -> LoadedBackbone:
@@ -96,8 +100,11 @@ class NamedBackbone:
         """Whether its weights are not random."""
         return self.weights is not None
 
-    def preprocessing(self) -> ImagePreprocessing:
-        """Returns size and scale of its images: timm's, or ImageNet's for torchvision."""
+    def preprocessing(self, chosen: Mapping[str, Any]) -> ImagePreprocessing:
+        """Like `ImageBackbone.preprocessing`: timm's, or ImageNet's for torchvision."""
+        return replace(self._stated_preprocessing(), **chosen)
+
+    def _stated_preprocessing(self) -> ImagePreprocessing:
         library, _, name = self.name.partition(":")
         if library == "torchvision":
             return default_preprocessing(self.channels)
@@ -158,9 +165,9 @@ class ModuleBackbone:
         """Number of channels of its first convolution, else three."""
         return count_channels(self.module)
 
-    def preprocessing(self) -> ImagePreprocessing:
-        """Returns the preprocessing of networks that state none."""
-        return default_preprocessing(self.channels)
+    def preprocessing(self, chosen: Mapping[str, Any]) -> ImagePreprocessing:
+        """Like `ImageBackbone.preprocessing`: of networks that state none."""
+        return replace(default_preprocessing(self.channels), **chosen)
 
     def load_backbone(self, classes: Sequence[str], seed: int) -> LoadedBackbone:
         """Like `ImageBackbone.load_backbone`; the module itself is not changed.

@@ -29,7 +29,7 @@ from farandole.spark.vision.preprocessing import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 _CONFIG_FILE, PROCESSOR_FILE = "config.json", "preprocessor_config.json"
@@ -102,14 +102,14 @@ class CheckpointBackbone:
         """Number of channels that the configuration states, else three."""
         return getattr(self.checkpoint.config, "num_channels", None) or RGB_CHANNELS
 
-    def preprocessing(self) -> ImagePreprocessing:
-        """Returns size and scale as the image processor states them.
+    def preprocessing(self, chosen: Mapping[str, Any]) -> ImagePreprocessing:
+        """Like `ImageBackbone.preprocessing`: as the image processor states them.
 
         Raises:
             ValueError: it states no size, or an unknown scale.
         """
         try:
-            return read_processor_config(self.checkpoint.processor_config)
+            return read_processor_config(self.checkpoint.processor_config, chosen)
         except (ValueError, TypeError, KeyError, IndexError) as error:
             raise ValueError(
                 f"{PROCESSOR_FILE} of the checkpoint {self.checkpoint.name} is not understood: "

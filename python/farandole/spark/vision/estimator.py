@@ -189,10 +189,9 @@ class ImageClassifier(ImageParams, FineTuningEstimator):  # pyright: ignore[repo
         }
         if self.getImageSize() is not None:
             asked["height"], asked["width"] = self.getImageSize()
-        chosen = {name: value for name, value in asked.items() if value is not None}
-        if len(chosen) == len(ImagePreprocessing.__dataclass_fields__):
-            return ImagePreprocessing(**chosen)  # the backbone may state none
-        return replace(backbone.preprocessing(), **chosen)
+        return backbone.preprocessing(
+            {name: value for name, value in asked.items() if value is not None}
+        )
 
     def _create_framework_job(self, prepared: Prepared, backend: Backend) -> FrameworkTrainingJob:
         label, used = self.getLabelCol(), self._preprocessing
