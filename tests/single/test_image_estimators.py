@@ -406,7 +406,7 @@ def test_rows_that_do_not_fit_are_named(checkpoint, tmp_path):
         "column picture has nulls": ("picture", [None, *files[1:]]),
         "column 'picture', row 1 of a batch: cannot decode": (
             "picture", [files[0], b"", *files[2:]]),
-        "column half has nulls": ("half", [None, *halves[1:]]),
+        "label column 'half' has nulls in 1 of 8 rows": ("half", [None, *halves[1:]]),
         "label column 'half' has one class, top": ("half", ["top"] * 8),
     }  # fmt: skip
     for index, (reason, change) in enumerate(wrong.items()):
