@@ -28,7 +28,7 @@ def add_adapter(
     lora: int | peft.LoraConfig,
     seed: int,
     path: str | None,
-    task: str = peft.TaskType.SEQ_CLS,
+    task_type: peft.TaskType | None = peft.TaskType.SEQ_CLS,
 ) -> Any:
     """Returns the network with adapters. Adapters are trained, and the layers whose weights the
     checkpoint lacks.
@@ -38,7 +38,7 @@ def add_adapter(
         lora: rank of the adapters, or their configuration.
         seed: seed of the weights of adapters.
         path: path of the checkpoint, which the file of saved adapters contains.
-        task: kind of the network, a `TaskType` of PEFT.
+        task_type: decides which arguments PEFT passes on, unless `lora` says it; `None` passes all.
 
     Raises:
         ValueError: PEFT does not know which layers of such a network to adapt.
@@ -47,7 +47,7 @@ def add_adapter(
         config = peft.LoraConfig(r=lora, lora_alpha=2 * lora)
     else:
         config = copy.deepcopy(lora)  # PEFT writes into it
-    config.task_type = config.task_type or task
+    config.task_type = config.task_type or task_type
     trained = {*(config.modules_to_save or ()), *map(_saved_layer, loaded.random_layers)}
     config.modules_to_save = sorted(trained) or None
     with weights_drawn_with(seed):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from farandole.spark.torch.saving.frozen_weights import add_frozen_weights, remove_frozen_weights
 from farandole.spark.transformers.tokenization import PADDING_TOKEN
 
 
@@ -31,9 +32,8 @@ class TextNetwork(torch.nn.Module):
         self.network = network
         self.padding_id = padding_id
         self.has_adapter = has_adapter
-        # Hooks get the prefix of a module that wraps this one.
-        self.register_state_dict_post_hook(_remove_frozen_weights)
-        self.register_load_state_dict_pre_hook(_add_frozen_weights)
+        self.register_state_dict_post_hook(remove_frozen_weights)
+        self.register_load_state_dict_pre_hook(add_frozen_weights)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Returns the logits, (rows, classes), or (rows, 1) of a regression.
@@ -103,20 +103,6 @@ class TextEmbeddingNetwork(torch.nn.Module):
             shares = mask[:, :, None].to(states.dtype)
             pooled = (states * shares).sum(dim=1) / shares.sum(dim=1)
         return functional.normalize(pooled, dim=1) if self.normalize else pooled
-
-
-def _remove_frozen_weights(
-    network: TextNetwork, state: dict[str, Any], prefix: str, *_: Any
-) -> None:
-    """Takes the frozen weights out of a state: a hook of `state_dict`."""
-    for name in network.frozen_weights():
-        del state[prefix + name]
-
-
-def _add_frozen_weights(network: TextNetwork, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Adds the frozen weights to a state, so that they stay: a hook of `load_state_dict`."""
-    for name, value in network.frozen_weights().items():
-        state.setdefault(prefix + name, value)
 
 
 def split_padding(tokens: torch.Tensor, padding_id: int) -> tuple[torch.Tensor, torch.Tensor]:
