@@ -111,7 +111,7 @@ def save_and_load(fitted):
 
 def test_a_checkpoint_learns_words_and_transformers_reads_what_it_saves(checkpoint, tmp_path):
     rows = make_pictures(64)
-    fitted = make_classifier(tmp_path / "store", checkpoint=checkpoint, epochs=30).fit(rows)
+    fitted = make_classifier(tmp_path / "store", checkpoint=checkpoint, epochs=8).fit(rows)
     assert fitted.getHistory()[-1]["train"]["loss"] < 0.2
     fitted.save_pretrained(tmp_path / "saved")
     network = AutoModelForImageClassification.from_pretrained(tmp_path / "saved").eval()
@@ -202,7 +202,7 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(checkpoint, tmp_path):
 def test_adapters_alone_are_trained_and_checkpointed(checkpoint, tmp_path):
     rows = make_pictures(64)
     fitted = make_classifier(
-        tmp_path / "store", checkpoint=checkpoint, lora=2, epochs=24, learning_rate=0.03,
+        tmp_path / "store", checkpoint=checkpoint, lora=2, epochs=12, learning_rate=0.03,
         run_id="adapters",
     ).fit(rows)  # fmt: skip
     state = unpack_state((tmp_path / "store" / "runs" / "adapters" / "checkpoint").read_bytes())

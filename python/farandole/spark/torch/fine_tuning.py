@@ -9,6 +9,7 @@ rows are prepared, before workers start.
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
@@ -16,13 +17,22 @@ import torch
 
 from farandole.common import argument_checks
 from farandole.spark.common.parameter import DeclaredParams, Parameter
+from farandole.spark.common.runs.digests import arrays_digest
+from farandole.spark.common.runs.fingerprint import FingerprintPart
 from farandole.spark.torch.estimator import TorchEstimator
 from farandole.spark.torch.loss_probe import needs_probe
+from farandole.spark.torch.saving.frozen_weights import PartlyFrozenNetwork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from farandole.data.prepare import PreparedData as Prepared
     from farandole.spark.common.data.existing_data import ExistingDataPaths
+
+_WEIGHT_DECAY = 0.01
+_MIN_CLASSES = 2
+_NEUTRAL_ADAPTER_VALUES = ("base_model_name_or_path", "peft_version", "inference_mode")
+"""Values of a configuration of PEFT that do not change the result."""
 
 _OWN_PARAMS = (
     "model",
@@ -99,6 +109,8 @@ class FineTuningEstimator(FineTuningParams, TorchEstimator):  # pyright: ignore[
 
     _required_params: ClassVar[tuple[str, ...]]
     """Names of the parameters that must be set."""
+    _network_sources: ClassVar[str]
+    """Parameters from which the parameters of `TorchEstimator` follow, for messages."""
     _own_loss: ClassVar[type[torch.nn.Module]]
 
     # Attributes of the copy in a fit. Annotations would make them arguments of the constructor.
@@ -110,6 +122,11 @@ class FineTuningEstimator(FineTuningParams, TorchEstimator):  # pyright: ignore[
         estimator in a fit calls it, and fits in its context.
         """
         raise NotImplementedError
+
+    def _check_required_params(self) -> None:
+        for name in self._required_params:
+            if self.getOrDefault(name) is None:
+                raise ValueError(f"{name} is required")
 
     def _fit(self, dataset: Any) -> Any:
         with self._copy_for_fit() as copied:
@@ -128,14 +145,10 @@ class FineTuningEstimator(FineTuningParams, TorchEstimator):  # pyright: ignore[
         Raises:
             ValueError: a parameter does not fit.
         """
-        for name in self._required_params:
-            if self.getOrDefault(name) is None:
-                raise ValueError(f"{name} is required")
+        self._check_required_params()
         for name in _OWN_PARAMS:
             if self.isSet(name) and self.getOrDefault(name):
-                raise ValueError(
-                    f"{name} cannot be set: it follows from the network and the columns"
-                )
+                raise ValueError(f"{name} cannot be set: it follows from {self._network_sources}")
         if self.getLearningRate() is not None and self.isSet("optimizer"):
             raise ValueError("at most one of learning_rate and optimizer may be set")
         loss = self.getLoss() or self._own_loss()
@@ -153,6 +166,55 @@ class FineTuningEstimator(FineTuningParams, TorchEstimator):  # pyright: ignore[
             copied._optimizer = torch.optim.SGD(stand_in.parameters())
             yield copied
 
+    def _choose_optimizer(self, learning_rate: float) -> None:
+        """Sets the function that creates the optimizer.
+
+        Args:
+            learning_rate: used unless the user chose one.
+        """
+        self._optimizer_function = self.getOrDefault("optimizer") or partial(
+            torch.optim.AdamW,
+            lr=self.getLearningRate() or learning_rate,
+            weight_decay=_WEIGHT_DECAY,
+        )
+
+    def _class_names(self, prepared: Prepared) -> list[str]:
+        """Returns the names of the classes.
+
+        Args:
+            prepared: the rows.
+
+        Raises:
+            ValueError: there is one class.
+        """
+        label = self.getLabelCol()
+        names = [str(one) for one in prepared.categories[label]]
+        if len(names) < _MIN_CLASSES:
+            raise ValueError(
+                f"label column {label!r} has one class, {', '.join(names)}: a classifier needs two"
+            )
+        return names
+
+    def _class_columns(self) -> dict[str, str]:
+        """Returns the names of the fitted model's columns of classes that the user did not set."""
+        label = self.getLabelCol()
+        columns = {
+            "probabilityCol": f"{label}__probability",
+            "predictedLabelCol": f"{label}__predicted",
+        }
+        return {name: one for name, one in columns.items() if not self.isSet(name)}
+
+    def _framework_fingerprint_parts(self) -> list[FingerprintPart]:
+        parts, network = super()._framework_fingerprint_parts(), self.getModel()
+        frozen = network.frozen_weights() if isinstance(network, PartlyFrozenNetwork) else {}
+        if not frozen:
+            return parts
+        digest = arrays_digest(frozen)
+        parts = [*parts, FingerprintPart("frozen weights", digest, digest[:8])]
+        if network.has_adapter:
+            parts.append(FingerprintPart.from_value("lora", describe_adapters(network.network)))
+        return parts
+
     def _set_network(self, network: torch.nn.Module) -> None:
         """Sets the model, and creates the optimizer of its trainable parameters."""
         self.setParams(model=network)
@@ -165,3 +227,32 @@ class FineTuningEstimator(FineTuningParams, TorchEstimator):  # pyright: ignore[
     def getOptimizer(self) -> Any:
         """Returns the optimizer in a fit, else the value of `optimizer`."""
         return self._get_optimizer()
+
+
+def describe_adapters(network: Any) -> dict[str, Any]:
+    """Returns the values that decide the result of adapters besides their weights, by name.
+
+    Args:
+        network: a network with adapters of PEFT.
+    """
+    (config,) = network.peft_config.values()
+    plain = config.to_dict()
+    return {name: plain[name] for name in sorted(plain) if name not in _NEUTRAL_ADAPTER_VALUES}
+
+
+def describe_trained_share(network: torch.nn.Module) -> tuple[str, ...]:
+    """Returns a sentence about the share of parameters that are trained; none if all are.
+
+    Args:
+        network: the network, perhaps with adapters.
+    """
+    counts = [
+        (parameter.numel(), parameter.requires_grad)
+        for name, parameter in network.named_parameters()
+        if ".original_module." not in name  # PEFT's copy of a layer that is trained
+    ]
+    total = sum(size for size, _ in counts)
+    trained = sum(size for size, is_trained in counts if is_trained)
+    if trained == total:
+        return ()
+    return (f"{trained:,} of {total:,} parameters are trained ({trained / total:.1%})",)

@@ -19,10 +19,6 @@ _HEADS = ("classifier", "score")
 """Names of layers that PEFT trains and saves in every network for sequences."""
 
 
-_NEUTRAL_VALUES = ("base_model_name_or_path", "peft_version", "inference_mode")
-"""Values of a configuration that do not change the result."""
-
-
 def add_adapter(
     loaded: LoadedNetwork,
     lora: int | peft.LoraConfig,
@@ -60,17 +56,6 @@ def add_adapter(
     for adapter in made.peft_config.values():
         adapter.base_model_name_or_path = path
     return made
-
-
-def describe_adapters(network: Any) -> dict[str, Any]:
-    """Returns what decides the result of adapters besides their weights, by name.
-
-    Args:
-        network: a result of `add_adapter`.
-    """
-    (config,) = network.peft_config.values()
-    plain = config.to_dict()
-    return {name: plain[name] for name in sorted(plain) if name not in _NEUTRAL_VALUES}
 
 
 def _saved_layer(name: str) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -18,10 +17,9 @@ import numpy as np
 import torch
 
 from farandole.data.arrays import VARIABLE_WIDTH_DTYPES
-from farandole.spark.common.runs.digests import arrays_digest
 from farandole.spark.common.runs.fingerprint import FingerprintPart
 from farandole.spark.torch import driver_checks
-from farandole.spark.torch.fine_tuning import FineTuningEstimator
+from farandole.spark.torch.fine_tuning import FineTuningEstimator, describe_trained_share
 from farandole.spark.vision.backbones import (
     ImageBackbone,
     ModuleBackbone,
@@ -40,7 +38,7 @@ from farandole.spark.vision.preprocessing import (
 from farandole.spark.vision.spark_images import describe_wrong_type, pack_image_column
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from farandole.data.prepare import PreparedData as Prepared
     from farandole.runner.backend import Backend
@@ -50,8 +48,6 @@ if TYPE_CHECKING:
 
 _PRETRAINED_LEARNING_RATE = 5e-5
 _NEW_LEARNING_RATE = 1e-3
-_WEIGHT_DECAY = 0.01
-_MIN_CLASSES = 2
 _TRIED_IMAGES = 2
 
 
@@ -72,6 +68,7 @@ class ImageClassifier(ImageParams, FineTuningEstimator):  # pyright: ignore[repo
     """
 
     _required_params: ClassVar[tuple[str, ...]] = ("image_col", "label_col", "store")
+    _network_sources: ClassVar[str] = "checkpoint or backbone, image_col and label_col"
     _own_loss = torch.nn.CrossEntropyLoss
 
     # Attributes of the copy in a fit. Annotations would make them arguments of the constructor.
@@ -122,11 +119,8 @@ class ImageClassifier(ImageParams, FineTuningEstimator):  # pyright: ignore[repo
             _try_augmentations(decoding, backbone.channels)
             self._opened_backbone, self._preprocessing = cast("Any", backbone), used
             begins_pretrained = backbone.is_pretrained and not self.getFreezeBackbone()
-            self._optimizer_function = self.getOrDefault("optimizer") or partial(
-                torch.optim.AdamW,
-                lr=self.getLearningRate()
-                or (_PRETRAINED_LEARNING_RATE if begins_pretrained else _NEW_LEARNING_RATE),
-                weight_decay=_WEIGHT_DECAY,
+            self._choose_optimizer(
+                _PRETRAINED_LEARNING_RATE if begins_pretrained else _NEW_LEARNING_RATE
             )
             self.setParams(
                 feature_cols=[self.getImageCol()],
@@ -194,13 +188,7 @@ class ImageClassifier(ImageParams, FineTuningEstimator):  # pyright: ignore[repo
         )
 
     def _create_framework_job(self, prepared: Prepared, backend: Backend) -> FrameworkTrainingJob:
-        label, used = self.getLabelCol(), self._preprocessing
-        classes = [str(one) for one in prepared.categories[label]]
-        if len(classes) < _MIN_CLASSES:
-            raise ValueError(
-                f"label column {label!r} has one class, {', '.join(classes)}: a classifier needs "
-                "two"
-            )
+        classes, used = self._class_names(prepared), self._preprocessing
         loaded = self._opened_backbone.load_backbone(classes, self.getRandomSeed() or 0)
         head = None
         if self.getFreezeBackbone():
@@ -216,11 +204,11 @@ class ImageClassifier(ImageParams, FineTuningEstimator):  # pyright: ignore[repo
         self._set_network(network)
         driver_checks.check_optimizer(self.getModel(), self.getOptimizer())
         plan = super()._create_framework_job(prepared, backend)
-        messages = [*plan.messages, *loaded.messages, *_describe_trained_share(network)]
+        messages = [*plan.messages, *loaded.messages, *describe_trained_share(network)]
         return replace(plan, messages=tuple(messages))
 
     def _framework_fingerprint_parts(self) -> list[FingerprintPart]:
-        parts, network = super()._framework_fingerprint_parts(), self.getModel()
+        parts = super()._framework_fingerprint_parts()
         decoding = self.getTransformationFn()
         if isinstance(decoding, ImageDecoding):
             # The number of threads and the directory of the images do not change the result.
@@ -229,15 +217,6 @@ class ImageClassifier(ImageParams, FineTuningEstimator):  # pyright: ignore[repo
             if decoding.augmentations is not None:
                 changes = FingerprintPart.from_value("augmentations", decoding.augmentations)
                 parts.append(changes)
-        frozen = network.frozen_weights() if isinstance(network, ImageNetwork) else {}
-        if not frozen:
-            return parts
-        digest = arrays_digest(frozen)
-        parts = [*parts, FingerprintPart("frozen weights", digest, digest[:8])]
-        if network.has_adapter:
-            from farandole.spark.transformers.adapters import describe_adapters  # noqa: PLC0415
-
-            parts.append(FingerprintPart.from_value("lora", describe_adapters(network.network)))
         return parts
 
     def _sample_columns(self, prepared: Prepared, backend: Backend) -> SampledColumns:
@@ -253,12 +232,7 @@ class ImageClassifier(ImageParams, FineTuningEstimator):  # pyright: ignore[repo
     def _model_params(
         self, call: ModelCall, inputs: Any, form: str | None = None
     ) -> dict[str, Any]:
-        label, used, given = self.getLabelCol(), self._preprocessing, self.getBackbone()
-        columns = {
-            "probabilityCol": f"{label}__probability",
-            "predictedLabelCol": f"{label}__predicted",
-        }
-        chosen = {name: one for name, one in columns.items() if not self.isSet(name)}
+        used, given = self._preprocessing, self.getBackbone()
         known: dict[str, Any] = {
             "apply_transformation": True,
             "transformation_fn": replace(self.getTransformationFn(), augmentations=None, threads=1),
@@ -275,7 +249,7 @@ class ImageClassifier(ImageParams, FineTuningEstimator):  # pyright: ignore[repo
             config = self._opened_backbone.checkpoint.processor_config
             known["processor_config"] = change_processor_config(config, used)
         found = {name: value for name, value in known.items() if value is not None}
-        return super()._model_params(call, inputs, form) | chosen | found
+        return super()._model_params(call, inputs, form) | self._class_columns() | found
 
 
 def _try_augmentations(decoding: ImageDecoding, channels: int) -> None:
@@ -324,17 +298,3 @@ def _try_network(
             f"the backbone must return a logit for each of {classes} classes, {wanted} for "
             f"{_TRIED_IMAGES} images: it returned {shown}"
         )
-
-
-def _describe_trained_share(network: ImageNetwork) -> Sequence[str]:
-    """Returns the sentence about the share of parameters that are trained, if not all are."""
-    counts = [
-        (parameter.numel(), parameter.requires_grad)
-        for name, parameter in network.named_parameters()
-        if ".original_module." not in name  # PEFT's copy of a layer that is trained
-    ]
-    total = sum(size for size, _ in counts)
-    trained = sum(size for size, is_trained in counts if is_trained)
-    if trained == total:
-        return ()
-    return (f"{trained:,} of {total:,} parameters are trained ({trained / total:.1%})",)

@@ -4,11 +4,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from farandole.spark.torch.saving.frozen_weights import add_frozen_weights, remove_frozen_weights
+from farandole.spark.torch.saving.frozen_weights import PartlyFrozenNetwork
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _MAX_VALUE = 255.0
 
 
-class ImageNetwork(torch.nn.Module):
+class ImageNetwork(PartlyFrozenNetwork):
     """A network that takes pixels as one tensor of bytes and returns its logits.
 
     With adapters or a frozen backbone, the state of the module contains only the weights that are
@@ -42,18 +42,15 @@ class ImageNetwork(torch.nn.Module):
         trained_head: str | None = None,
         has_adapter: bool = False,
     ) -> None:
-        super().__init__()
-        self.network = network
+        is_frozen = has_adapter or trained_head is not None
+        super().__init__(network, has_adapter=has_adapter, has_frozen_weights=is_frozen)
         self.trained_head = trained_head
-        self.has_adapter = has_adapter
         for name, values in (("mean", mean), ("std", std)):
             buffer = torch.tensor(list(values), dtype=torch.float32).reshape(-1, 1, 1)
             self.register_buffer(name, buffer, persistent=False)
         if trained_head is not None:
             network.requires_grad_(False)
             network.get_submodule(trained_head).requires_grad_(True)
-        self.register_state_dict_post_hook(remove_frozen_weights)
-        self.register_load_state_dict_pre_hook(add_frozen_weights)
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
         """Returns the logits, (rows, classes).
@@ -76,19 +73,6 @@ class ImageNetwork(torch.nn.Module):
             self.network.train(False)
             self.network.get_submodule(self.trained_head).train()
         return self
-
-    def frozen_weights(self) -> dict[str, torch.Tensor]:
-        """Returns the weights that the training leaves as they are, by name."""
-        if not self.has_adapter and self.trained_head is None:
-            return {}
-        parameters = self.named_parameters(remove_duplicate=False)
-        return {name: one.detach() for name, one in parameters if not one.requires_grad}
-
-    def merge_adapter(self) -> None:
-        """Adds the adapters to the weights that they adapt, and removes them."""
-        if self.has_adapter:
-            self.network: Any = self.network.merge_and_unload()  # pyright: ignore[reportCallIssue]
-            self.has_adapter = False
 
 
 def find_head_layer(
