@@ -159,13 +159,43 @@ def test_two_processes_train_as_one_does(checkpoint, tmp_path):
     rows, weights = make_pictures(32), {}
     flips = v2.Compose([v2.RandomHorizontalFlip(), v2.RandomAffine(10)])
     for processes in (1, 2):
+        # Two processes have 7 and 8 rows of a step.
         fitted = make_classifier(
             tmp_path / str(processes), processes, checkpoint=checkpoint, epochs=2,
-            augmentations=flips, learning_rate=0.002 / processes, batch_size=16 // processes,
+            augmentations=flips, learning_rate=0.002 / processes, global_batch_size=15,
         ).fit(rows)  # fmt: skip
         weights[processes] = fitted.getModel().state_dict()
     for name, value in weights[1].items():
         assert torch.allclose(value, weights[2][name], atol=1e-4), name
+
+
+def test_an_exported_model_takes_pixels(checkpoint, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    rows = make_pictures(8)
+    fitted = make_classifier(tmp_path / "store", checkpoint=checkpoint, epochs=2).fit(rows)
+    fitted.export(tmp_path / "model.pt2")
+    fitted.export(tmp_path / "model.onnx")
+    pixels = np.moveaxis(make_pixels(8)[0], -1, 1)
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    (found,) = program(torch.from_numpy(pixels.copy()))
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    (same,) = session.run(["half__output"], {"picture": pixels})
+    wanted = predict(fitted, rows)
+    assert found.detach().numpy() == pytest.approx(wanted, abs=1e-4)
+    assert same == pytest.approx(wanted, abs=1e-4)
+
+
+def test_a_model_comes_back_from_mlflow(mlflow, checkpoint, tmp_path):
+    rows = make_pictures(8)
+    fitted = make_classifier(tmp_path / "store", checkpoint=checkpoint, mlflow=True).fit(rows)
+    (run,) = mlflow.search_runs(output_format="list")
+    (logged,) = mlflow.MlflowClient().search_logged_models([run.info.experiment_id])
+    loaded = ImageClassifierModel.from_mlflow(logged.model_uri, allow_pickle=True)
+    assert predict(loaded, rows) == pytest.approx(predict(fitted, rows), abs=1e-6)
+    assert loaded.getClasses() == ["bottom", "top"]
+    assert loaded.explain() == fitted.explain()
+    loaded.save_pretrained(tmp_path / "saved")
+    assert AutoImageProcessor.from_pretrained(tmp_path / "saved").size["height"] == SIZE
 
 
 def test_augmentations_change_the_training_and_not_the_validation(checkpoint, tmp_path):
@@ -251,8 +281,6 @@ def test_a_module_of_gray_images_is_fitted_and_saved_with_a_pickle(tmp_path):
     assert predict(loaded, rows) == pytest.approx(predict(fitted, rows), abs=1e-5)
     with pytest.raises(ValueError, match="save_pretrained needs a network of transformers"):
         fitted.save_pretrained(tmp_path / "saved")
-    with pytest.raises(ValueError, match=r"export getModel\(\)"):
-        fitted.to_onnx(str(tmp_path / "model.onnx"))
 
 
 def write_named_weights(path, **options):

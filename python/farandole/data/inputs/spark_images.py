@@ -47,7 +47,8 @@ def pack_spark_images(column: Any) -> Any:
 def _pack_image(image: dict[str, Any] | None) -> bytes | None:
     if image is None or image["data"] is None:
         return None
-    header = [-1 if image[name] is None else image[name] for name in PACKED_FIELDS]
+    # Beside a null, pandas makes floats of integers.
+    header = [-1 if image[name] is None else int(image[name]) for name in PACKED_FIELDS]
     return PACKED_MAGIC + _HEADER.pack(*header) + image["data"]
 
 

@@ -129,18 +129,18 @@ class FineTuningEstimator(FineTuningParams, TorchEstimator):  # pyright: ignore[
                 raise ValueError(f"{name} is required")
 
     def _fit(self, dataset: Any) -> Any:
-        with self._copy_for_fit() as copied:
+        with self._open_checkpoint_for_fit() as copied:
             return super(FineTuningEstimator, copied)._fit(dataset)
 
     def _fit_on_parquet(
         self, dataset_idx: int | None = None, given: ExistingDataPaths | None = None
     ) -> Any:
-        with self._copy_for_fit() as copied:
+        with self._open_checkpoint_for_fit() as copied:
             return super(FineTuningEstimator, copied)._fit_on_parquet(dataset_idx, given)
 
     @contextlib.contextmanager
-    def _copy_for_fit(self) -> Iterator[Self]:
-        """Yields a copy that has a `TorchEstimator`'s parameters.
+    def _open_checkpoint_for_fit(self) -> Iterator[Self]:
+        """Yields a copy that has a `TorchEstimator`'s parameters, while the checkpoint is open.
 
         Raises:
             ValueError: a parameter does not fit.

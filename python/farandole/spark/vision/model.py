@@ -11,15 +11,17 @@ saved as a `TorchModel` saves it, with a pickle.
 
 from __future__ import annotations
 
-import copy
 import json
-import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from farandole.common import argument_checks
 from farandole.spark.common.parameter import Parameter
-from farandole.spark.torch.model import TorchModel
+from farandole.spark.torch.fine_tuned_model import (
+    FineTunedModel,
+    pack_pretrained_files,
+    unpack_pretrained_files,
+)
 from farandole.spark.torch.saving import safetensors_bytes
 from farandole.spark.torch.saving.persistence import TorchModelReader, TorchModelWriter
 from farandole.spark.vision.backbones import create_named_network
@@ -61,10 +63,7 @@ class ImageModelWriter(TorchModelWriter):
         instance: Any = self.instance
         plain = {name: value for name, value in values.items() if name not in _OBJECT_PARAMS}
         if instance.getProcessorConfig() is not None:
-            with tempfile.TemporaryDirectory(prefix="farandole-checkpoint-") as directory:
-                instance.save_pretrained(directory)
-                files = sorted(Path(directory).iterdir())
-                return plain, {one.name: one.read_bytes() for one in files}
+            return plain, pack_pretrained_files(instance)
         if instance.getBackbone() is not None:
             state = instance.getModel().network.state_dict()
             weights = {name: one.detach().cpu() for name, one in state.items()}
@@ -79,6 +78,11 @@ class ImageModelReader(TorchModelReader):
         """Like `ParamsReader.restore_packed_parts`; runs no code of the file unless the model was
         a module in memory.
         """
+        if self._given_module is not None and "state" not in parts:
+            raise ValueError(
+                f"read().model(module) is for models of a module in memory: {self.kind.__name__}."
+                "load(path) makes the network of this model, and runs no code of the file"
+            )
         if _PROCESSOR_FILE in parts:
             _restore_checkpoint(loaded, parts, self.allowed)
         elif _WEIGHTS_PART in parts:
@@ -96,22 +100,19 @@ def _restore_checkpoint(
     from farandole.spark.transformers.checkpoint import open_checkpoint  # noqa: PLC0415
     from farandole.spark.vision.checkpoint import ImageCheckpoint  # noqa: PLC0415
 
-    with tempfile.TemporaryDirectory(prefix="farandole-checkpoint-") as directory:
-        for name, content in parts.items():
-            # A name must not lead out of the directory.
-            (Path(directory) / Path(name).name).write_bytes(content)
-        with open_checkpoint(directory, allow_pickle, ImageCheckpoint) as checkpoint:
-            kind = transformers.AutoModelForImageClassification
-            found = checkpoint.load_network(kind, seed=0)
-            if found.random_layers:
-                raise ValueError(
-                    f"the checkpoint has no weights of {', '.join(found.random_layers)}"
-                )
-            loaded.setParams(processor_config=checkpoint.processor_config)
-            loaded.use_network(found.network)
+    with (
+        unpack_pretrained_files(parts) as directory,
+        open_checkpoint(directory, allow_pickle, ImageCheckpoint) as checkpoint,
+    ):
+        kind = transformers.AutoModelForImageClassification
+        found = checkpoint.load_network(kind, seed=0)
+        if found.random_layers:
+            raise ValueError(f"the checkpoint has no weights of {', '.join(found.random_layers)}")
+        loaded.setParams(processor_config=checkpoint.processor_config)
+        loaded.use_network(found.network)
 
 
-class ImageClassifierModel(ImageColumnParams, TorchModel):
+class ImageClassifierModel(ImageColumnParams, FineTunedModel):
     """A fitted `ImageClassifier`: `transform` adds logits, probabilities and names of classes."""
 
     image_channels: Parameter[int] = Parameter(
@@ -210,8 +211,7 @@ class ImageClassifierModel(ImageColumnParams, TorchModel):
         Raises:
             ValueError: there is no model, or it is no network of transformers.
         """
-        if self.getModel() is None:
-            raise ValueError("model is required")
+        network = self._merged_network()
         if self.getProcessorConfig() is None:
             raise ValueError(
                 "save_pretrained needs a network of transformers: save this model with write(), "
@@ -221,45 +221,8 @@ class ImageClassifierModel(ImageColumnParams, TorchModel):
             quiet_transformers,
         )
 
-        network = self.getModel().network
-        if self.getModel().has_adapter:
-            network = copy.deepcopy(network).merge_and_unload()
         Path(directory).mkdir(parents=True, exist_ok=True)
         with quiet_transformers():
             network.save_pretrained(directory)
         text = json.dumps(dict(self.getProcessorConfig()), indent=2)
         (Path(directory) / _PROCESSOR_FILE).write_text(text, "utf-8")
-
-    def save_adapter(self, directory: str | os.PathLike[str]) -> None:
-        """Writes the adapters alone, as `peft.PeftModel.from_pretrained` reads them.
-
-        Args:
-            directory: on this host; it is made if it does not exist.
-
-        Raises:
-            ValueError: the model has no adapters.
-        """
-        if not getattr(self.getModel(), "has_adapter", False):
-            raise ValueError("the model has no adapters: fit with lora, and save before merging")
-        self.getModel().network.save_pretrained(directory)
-
-    def merge_adapter(self) -> Self:
-        """Adds the adapters to the weights of the network, and removes them. Predictions stay the
-        same up to rounding.
-
-        Returns:
-            The object.
-        """
-        self.getModel().merge_adapter()
-        return self
-
-    def to_onnx(self, *_: Any, **__: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Raises an error, because pixels are no columns.
-
-        Raises:
-            ValueError: always; the message says what to do.
-        """
-        raise ValueError(
-            "a model of images takes pixels, which are no columns: export getModel(), which takes "
-            "(rows, channels, height, width) of uint8, with torch.onnx.export"
-        )
