@@ -24,7 +24,7 @@ def add_adapter(
     lora: int | peft.LoraConfig,
     seed: int,
     path: str | None,
-    task_type: peft.TaskType | None = peft.TaskType.SEQ_CLS,
+    task_type: str | None = peft.TaskType.SEQ_CLS,
 ) -> Any:
     """Returns the network with adapters. Adapters are trained, and the layers whose weights the
     checkpoint lacks.
