@@ -9,6 +9,7 @@ import threading
 
 import cloudpickle
 import numpy as np
+import pandas as pd
 import PIL.Image
 import pyarrow as pa
 import pytest
@@ -30,6 +31,7 @@ from farandole.data.encoding import ColumnEncoding
 from farandole.data.inputs.spark_images import pack_spark_images
 from farandole.spark.common.data.batch_source import BatchSource
 from farandole.spark.common.model.arrow_arrays import feature_arrays
+from farandole.spark.common.model.column_function import _series_as_array
 from farandole.spark.common.transform import UserTransformation
 from farandole.spark.vision.decoding import ImageDecoding
 from farandole.spark.vision.networks import ImageNetwork
@@ -318,3 +320,10 @@ def test_the_next_batch_is_decoded_meanwhile_and_a_broken_one_is_an_error_in_its
     early.close()
     assert {name.partition("_")[0] for name in SlowDecoding.threads_seen} == {"farandole-batches"}
     assert not [one for one in threading.enumerate() if "farandole-batches" in one.name]
+
+
+def test_structs_that_an_older_spark_passes_to_functions_are_packed():
+    rows = [make_spark_image(PIXELS[0]), dict.fromkeys(field.name for field in SPARK_IMAGE_TYPE)]
+    arrays = _series_as_array(pd.DataFrame(rows))
+    packed = pack_spark_images(arrays).to_pylist()
+    assert packed == [*pack_spark_images(pa.array(rows[:1], SPARK_IMAGE_TYPE)).to_pylist(), None]
