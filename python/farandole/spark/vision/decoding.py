@@ -92,7 +92,7 @@ class ImageDecoding:
         if parts == 1:
             return self._decode_range(values, *ranges[0])
         with ThreadPoolExecutor(parts, "farandole-images") as pool:
-            decoded = pool.map(lambda one: self._decode_range(values, *one), ranges)
+            decoded = pool.map(lambda part: self._decode_range(values, *part), ranges)
             return np.concatenate(list(decoded))
 
     def augment_rows(

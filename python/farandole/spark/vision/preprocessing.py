@@ -102,7 +102,7 @@ def change_processor_config(content: dict[str, Any], used: ImagePreprocessing) -
         used: preprocessing of the training.
     """
     if used.resize_mode == "stretch":
-        # What is not understood is replaced: the user set all of it.
+        # An unknown form is replaced: the user set every value.
         with contextlib.suppress(ValueError, TypeError, KeyError, IndexError):
             if read_processor_config(content) == used:
                 return content
