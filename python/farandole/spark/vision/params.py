@@ -51,7 +51,7 @@ def _check_image_size(name: str, value: Any) -> list[int]:
     pair = list(value) if isinstance(value, list | tuple) else [value, value]
     if len(pair) != _PAIR:
         raise ValueError(f"{name} must be one number, or height and width: {value!r}")
-    return [argument_checks.check_whole_number(name, one) for one in pair]
+    return [argument_checks.make_minimum_check(1)(name, pixels) for pixels in pair]
 
 
 def _check_scale(name: str, value: Any) -> list[float]:
