@@ -20,12 +20,14 @@ from farandole.spark.keras import KerasEstimator
 from farandole.spark.lightning import TorchEstimator as LightningEstimator
 from farandole.spark.torch import TorchEstimator
 from farandole.spark.transformers import TextClassifier
+from farandole.spark.vision import ImageClassifier
 
 ESTIMATORS = {
     "torch": TorchEstimator,
     "lightning": LightningEstimator,
     "keras": KerasEstimator,
     "text": TextClassifier,
+    "image": ImageClassifier,
 }
 
 COUNTS = (
@@ -165,11 +167,27 @@ TEXT = {
     "optimizer": [("adam", TypeError)],
     "lora": [(0, ValueError), (True, TypeError), ("8", TypeError)],
 }
+IMAGE = {
+    **TORCH,
+    **{name: TEXT[name] for name in ("checkpoint", "label_col", "learning_rate", "optimizer")},
+    "lora": TEXT["lora"],
+    "backbone": [(3, TypeError), ("resnet18", TypeError)],
+    "backbone_weights": [(3, TypeError), ("", ValueError)],
+    "image_col": [(3, TypeError), ("", ValueError)],
+    "image_root": [(3, TypeError), ("", ValueError)],
+    "image_size": [(0, ValueError), ([1, 2, 3], ValueError), (8.5, TypeError)],
+    "resize_mode": [("zoom", ValueError)],
+    "image_mean": [(float("nan"), ValueError), ("gray", TypeError)],
+    "image_std": [(0.0, ValueError), ("gray", TypeError)],
+    "augmentations": [("flip", TypeError)],
+    "freeze_backbone": [(1, TypeError)],
+}
 WRONG = {
     "torch": COMMON | TORCH,
     "lightning": COMMON | LIGHTNING,
     "keras": COMMON | KERAS,
     "text": COMMON | TEXT,
+    "image": COMMON | IMAGE,
 }
 ANY = {
     "torch": {"model", "optimizer", "loss", "data_module", "shuffle_buffer_size"},
@@ -184,6 +202,7 @@ ANY = {
     },
     "keras": {"model", "optimizer", "metrics", "data_module", "shuffle_buffer_size"},
     "text": {"model", "loss", "data_module", "shuffle_buffer_size"},
+    "image": {"model", "loss", "data_module", "shuffle_buffer_size"},
 }
 """Parameters that accept any value: it is checked with the others when a fit begins, or ignored."""
 
@@ -233,11 +252,17 @@ OF_KERAS = {
 OF_TEXT = dict.fromkeys(
     ("checkpoint", "text_col", "label_col", "max_length", "learning_rate", "lora")
 ) | {"length_multiple": 8}
+OF_IMAGE = dict.fromkeys(
+    ("checkpoint", "backbone", "backbone_weights", "image_col", "image_root", "image_size",
+     "resize_mode", "image_mean", "image_std", "augmentations", "label_col", "learning_rate",
+     "lora")
+) | {"freeze_backbone": False}  # fmt: skip
 DEFAULTS = {
     "torch": dict.fromkeys(UNSET) | SET | OF_TORCH,
     "lightning": dict.fromkeys(UNSET) | SET | OF_TORCH | OF_LIGHTNING,
     "keras": dict.fromkeys(UNSET) | SET | OF_KERAS,
     "text": dict.fromkeys(UNSET) | SET | OF_TORCH | OF_TEXT,
+    "image": dict.fromkeys(UNSET) | SET | OF_TORCH | OF_IMAGE,
 }
 
 
@@ -263,7 +288,7 @@ NEUTRAL_PARAMS = frozenset(
     }
 )  # fmt: skip
 """Parameters that do not change the result, or only its last digits."""
-DERIVING_PARAMS = frozenset(OF_TEXT)
+DERIVING_PARAMS = frozenset(OF_TEXT | OF_IMAGE)
 """Parameters from which a fit makes others: the model, the optimizer, the transformation of rows,
 and the columns.
 """

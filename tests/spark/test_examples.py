@@ -44,6 +44,7 @@ def promised(name):
         ("spark_torch_passengers.py", [0.8, 0.75]),
         ("token_sequences_no_spark.py", [0.85]),
         ("images_no_spark.py", [0.9]),
+        ("image_checkpoint_no_spark.py", [0.7, 0.1]),
     ],
 )
 def test_an_example_states_the_score_that_it_reaches(name, least):
@@ -135,6 +136,14 @@ def test_images_are_decoded_and_learned_from_without_spark(tmp_path):
     assert accuracy is not None
     assert float(accuracy[1]) >= promised("images_no_spark.py")[0]
     assert done.stdout.splitlines()[-1] == accuracy[0]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_images_is_better_than_random_weights(tmp_path):
+    done = run("image_checkpoint_no_spark.py", tmp_path)
+    found = [float(line.rpartition(" ")[2]) for line in done.stdout.splitlines()[-2:]]
+    assert found[1] >= promised("image_checkpoint_no_spark.py")[0]
+    assert found[1] - found[0] >= promised("image_checkpoint_no_spark.py")[1]
 
 
 @pytest.mark.slow

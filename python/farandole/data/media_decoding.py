@@ -9,6 +9,7 @@ loader decode in parallel.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import os
@@ -98,12 +99,13 @@ class Image:
         if self.dtype == "uint8" and (self.mean != 0.0 or self.std != 1.0):
             raise ValueError("mean and std of an image need dtype='float32'")
 
-    def decode(self, blobs: Sequence[Any], column: str) -> Array:
+    def decode(self, blobs: Sequence[Any], column: str, first_row: int = 0) -> Array:
         """Images as one array.
 
         Args:
-            blobs: Bytes, or open files, of each row.
+            blobs: Bytes, or open files, or images of Pillow, of each row.
             column: For messages.
+            first_row: Number of the first row in its batch, for messages.
 
         Raises:
             ImportError: An image needs Pillow, which is not installed.
@@ -119,7 +121,7 @@ class Image:
             except ImportError as error:
                 raise ImportError(
                     "decoding images needs Pillow: pip install 'farandole[images]' "
-                    f"(column {column!r}, row {row} of a batch: {reason})"
+                    f"(column {column!r}, row {first_row + row} of a batch: {reason})"
                 ) from error
             try:
                 images[row] = self._to_batch_layout(
@@ -127,7 +129,8 @@ class Image:
                 )
             except Exception as error:
                 raise ValueError(
-                    f"column {column!r}, row {row} of a batch: cannot decode the image: {error}"
+                    f"column {column!r}, row {first_row + row} of a batch: cannot decode the "
+                    f"image: {error}"
                 ) from error
         return images
 
@@ -198,7 +201,11 @@ class Image:
 
         size, smooth = (width, self.height), Pillow.Resampling.BILINEAR
         source = io.BytesIO(blob) if isinstance(blob, bytes | bytearray | memoryview) else blob
-        with Pillow.open(source, formats=_PILLOW_FORMATS) as opened:
+        with (
+            contextlib.nullcontext(source)
+            if isinstance(source, Pillow.Image)
+            else Pillow.open(source, formats=_PILLOW_FORMATS)
+        ) as opened:
             # A JPEG is decoded at an eighth, a quarter or a half of its size, if that is at least
             # twice the result.
             longest = max(size)
@@ -374,14 +381,25 @@ class Decode:
                 self.columns[name],
                 batch[name] if is_dict else batch.column(name).to_pylist(),
             )
-            blobs = [self._read_cell_bytes(value, name, row) for row, value in enumerate(values)]
+            blobs = [self.read_cell_bytes(value, name, row) for row, value in enumerate(values)]
             if isinstance(decoder, Image):
                 made[name] = decoder.decode(blobs, name)
             else:
                 made[name], made[f"{name}__length"] = decoder.decode(blobs, name)
         return made
 
-    def _read_cell_bytes(self, value: Any, column: str, row: int) -> bytes:
+    def read_cell_bytes(self, value: Any, column: str, row: int) -> bytes:
+        """Returns the bytes of a file.
+
+        Args:
+            value: The bytes, or the path of the file.
+            column: For messages.
+            row: Number of the row in its batch, for messages.
+
+        Raises:
+            ValueError: Neither bytes nor a path.
+            FileNotFoundError: There is no such file.
+        """
         if isinstance(value, bytes | bytearray | memoryview):
             return bytes(value)
         if not isinstance(value, str):

@@ -88,6 +88,21 @@ class UserTransformation:
                 )
         return made
 
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether the training makes the next batch while it computes with the last one: the user's
+        function has a true attribute of this name.
+        """
+        return bool(getattr(self.function, "reads_ahead", False))
+
+    @property
+    def augment_rows(self) -> Callable[[Arrays, int, int], Arrays] | None:
+        """Changes rows of the training after this transformation, and no others: a function of the
+        columns of a batch, the seed of the order, and the number of the pass. `None` if the user's
+        function has no method of this name.
+        """
+        return getattr(self.function, "augment_rows", None)
+
     def without_label_columns(
         self, names: Sequence[str], labels: Sequence[str]
     ) -> UserTransformation:

@@ -19,16 +19,12 @@ _HEADS = ("classifier", "score")
 """Names of layers that PEFT trains and saves in every network for sequences."""
 
 
-_NEUTRAL_VALUES = ("base_model_name_or_path", "peft_version", "inference_mode")
-"""Values of a configuration that do not change the result."""
-
-
 def add_adapter(
     loaded: LoadedNetwork,
     lora: int | peft.LoraConfig,
     seed: int,
     path: str | None,
-    task: str = peft.TaskType.SEQ_CLS,
+    task_type: str | None = peft.TaskType.SEQ_CLS,
 ) -> Any:
     """Returns the network with adapters. Adapters are trained, and the layers whose weights the
     checkpoint lacks.
@@ -38,7 +34,7 @@ def add_adapter(
         lora: rank of the adapters, or their configuration.
         seed: seed of the weights of adapters.
         path: path of the checkpoint, which the file of saved adapters contains.
-        task: kind of the network, a `TaskType` of PEFT.
+        task_type: decides which arguments PEFT passes on, unless `lora` says it; `None` passes all.
 
     Raises:
         ValueError: PEFT does not know which layers of such a network to adapt.
@@ -47,7 +43,7 @@ def add_adapter(
         config = peft.LoraConfig(r=lora, lora_alpha=2 * lora)
     else:
         config = copy.deepcopy(lora)  # PEFT writes into it
-    config.task_type = config.task_type or task
+    config.task_type = config.task_type or task_type
     trained = {*(config.modules_to_save or ()), *map(_saved_layer, loaded.random_layers)}
     config.modules_to_save = sorted(trained) or None
     with weights_drawn_with(seed):
@@ -60,17 +56,6 @@ def add_adapter(
     for adapter in made.peft_config.values():
         adapter.base_model_name_or_path = path
     return made
-
-
-def describe_adapters(network: Any) -> dict[str, Any]:
-    """Returns what decides the result of adapters besides their weights, by name.
-
-    Args:
-        network: a result of `add_adapter`.
-    """
-    (config,) = network.peft_config.values()
-    plain = config.to_dict()
-    return {name: plain[name] for name in sorted(plain) if name not in _NEUTRAL_VALUES}
 
 
 def _saved_layer(name: str) -> str:

@@ -16,7 +16,7 @@ import tempfile
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import safetensors
 import torch
@@ -52,6 +52,10 @@ _TRANSFORMERS_LOCK = threading.RLock()
 """Guards the random numbers and the messages of transformers, which all threads share."""
 
 
+class UnusableProcessorError(ValueError):
+    """The file of a tokenizer or image processor is understood, but it cannot be used."""
+
+
 class LoadedNetwork(NamedTuple):
     """A network, and the weights in it that are random.
 
@@ -83,6 +87,33 @@ class TextCheckpoint:
     tokenizer: Any
     config: Any
     has_safetensors: bool
+
+    required_files: ClassVar[dict[str, str]] = {
+        _CONFIG_FILE: "model",
+        _TOKENIZER_FILE: "tokenizer",
+    }
+    """Files besides the weights, and the object whose `save_pretrained` writes each."""
+
+    @classmethod
+    def read_processor(cls, directory: Path, where: str) -> Any:
+        """Returns the tokenizer of a directory.
+
+        Args:
+            directory: directory of the files.
+            where: path for messages.
+
+        Raises:
+            ValueError: it is written in Python.
+        """
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+        if not hasattr(tokenizer, "backend_tokenizer"):
+            raise UnusableProcessorError(
+                f"the tokenizer of the checkpoint {where} is a {type(tokenizer).__name__}, which "
+                "is written in Python: a tokenizer of the package tokenizers is needed"
+            )
+        return tokenizer
 
     @property
     def path(self) -> str | None:
@@ -126,8 +157,7 @@ class TextCheckpoint:
             ValueError: the network has no such form, its weights cannot be read, or they are not
                 the weights of its body.
         """
-        config = copy.deepcopy(self.config)
-        config.pad_token_id = self.padding_id
+        config = self._copy_config()
         for name, value in changes.items():
             setattr(config, name, value)
         with weights_drawn_with(seed), quiet_transformers():
@@ -152,7 +182,7 @@ class TextCheckpoint:
         mismatched = [one[0] for one in found["mismatched_keys"]]
         names = sorted({name.rpartition(".")[0] for name in (*found["missing_keys"], *mismatched)})
         self._check_body(network, names)
-        self._check_vocabulary(network)
+        self._check_inputs(network)
         classes = changes.get("id2label")
         message = (
             ""
@@ -160,6 +190,12 @@ class TextCheckpoint:
             else _match_head(network, self.config.id2label, classes, names, seed)
         )
         return LoadedNetwork(network, tuple(names), message)
+
+    def _copy_config(self) -> Any:
+        """Returns a copy of the configuration, with the token for padded places."""
+        config = copy.deepcopy(self.config)
+        config.pad_token_id = self.padding_id
+        return config
 
     def _check_body(self, network: Any, names: list[str]) -> None:
         """Refuses a network with random layers in its body.
@@ -181,7 +217,7 @@ class TextCheckpoint:
                 f"{_CONFIG_FILE} does not describe its weights"
             )
 
-    def _check_vocabulary(self, network: Any) -> None:
+    def _check_inputs(self, network: Any) -> None:
         """Refuses a tokenizer with tokens that the network does not have.
 
         Raises:
@@ -301,13 +337,16 @@ def _describe_types(value: Any) -> str:
 
 
 @contextlib.contextmanager
-def open_checkpoint(value: Any, allow_pickle: bool | None = None) -> Iterator[TextCheckpoint]:
+def open_checkpoint(
+    value: Any, allow_pickle: bool | None = None, kind: type[TextCheckpoint] = TextCheckpoint
+) -> Iterator[Any]:
     """Opens a checkpoint inside the context: reads tokenizer and configuration, and checks the
     files of the weights.
 
     Args:
         value: a result of `check_checkpoint`.
         allow_pickle: whether weights may be a pickle; `None` asks FARANDOLE_ALLOW_PICKLE.
+        kind: class of the result.
 
     Raises:
         FileNotFoundError: the directory or a file is missing; the message names it.
@@ -320,7 +359,7 @@ def open_checkpoint(value: Any, allow_pickle: bool | None = None) -> Iterator[Te
             with quiet_transformers():
                 for part in value:
                     part.save_pretrained(made)
-            yield _read_checkpoint(Path(made), _IN_MEMORY, allow_pickle)
+            yield _read_checkpoint(Path(made), _IN_MEMORY, allow_pickle, kind)
             return
         if value.startswith("hf://"):
             raise ValueError(
@@ -334,17 +373,17 @@ def open_checkpoint(value: Any, allow_pickle: bool | None = None) -> Iterator[Te
                 f"the checkpoint does not exist: {value} (a directory or a store: no hub is asked)"
             )
         if store.local_path is not None:
-            yield _read_checkpoint(Path(store.local_path), value, allow_pickle)
+            yield _read_checkpoint(Path(store.local_path), value, allow_pickle, kind)
             return
         made = stack.enter_context(tempfile.TemporaryDirectory(prefix="farandole-checkpoint-"))
         names = [name for name, _ in store.list()]
-        is_safe = _check_files(names, value, allow_pickle)
+        is_safe = _check_files(names, value, allow_pickle, kind)
         for name, size in store.list():
             is_pickle = name.startswith("pytorch_model")
             is_wanted = not is_safe if is_pickle else name.endswith(_FETCHED_SUFFIXES)
             if "/" not in name and is_wanted:
                 _fetch_file(store, name, size, Path(made))
-        yield _read_checkpoint(Path(made), value, allow_pickle)
+        yield _read_checkpoint(Path(made), value, allow_pickle, kind)
 
 
 def _fetch_file(store: native.Store, name: str, size: int, directory: Path) -> None:
@@ -353,7 +392,9 @@ def _fetch_file(store: native.Store, name: str, size: int, directory: Path) -> N
             file.write(store.read_range(name, start, min(start + _FETCHED_BYTES, size)))
 
 
-def _check_files(names: list[str], where: str, allow_pickle: bool | None) -> bool:
+def _check_files(
+    names: list[str], where: str, allow_pickle: bool | None, kind: type[TextCheckpoint]
+) -> bool:
     """Returns whether the weights of a checkpoint are safetensors.
 
     Raises:
@@ -361,7 +402,7 @@ def _check_files(names: list[str], where: str, allow_pickle: bool | None) -> boo
         PickleNotAllowedError: the weights are a pickle.
         ValueError: there are adapters.
     """
-    for name, source in ((_CONFIG_FILE, "model"), (_TOKENIZER_FILE, "tokenizer")):
+    for name, source in kind.required_files.items():
         if name not in names:
             raise FileNotFoundError(
                 f"the checkpoint {where} has no {name}, which {source}.save_pretrained writes"
@@ -385,12 +426,14 @@ def _check_files(names: list[str], where: str, allow_pickle: bool | None) -> boo
     return False
 
 
-def _read_checkpoint(directory: Path, where: str, allow_pickle: bool | None) -> TextCheckpoint:
+def _read_checkpoint(
+    directory: Path, where: str, allow_pickle: bool | None, kind: type[TextCheckpoint]
+) -> TextCheckpoint:
     try:
         names = [path.name for path in directory.iterdir()]
     except NotADirectoryError:
         raise NotADirectoryError(f"the checkpoint {where} is no directory") from None
-    is_safe = _check_files(names, where, allow_pickle)
+    is_safe = _check_files(names, where, allow_pickle, kind)
     for name in _weight_files(directory, names, where) if is_safe else ():
         try:
             with safetensors.safe_open(directory / name, "pt"):
@@ -404,20 +447,15 @@ def _read_checkpoint(directory: Path, where: str, allow_pickle: bool | None) -> 
         config = transformers.AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
-        )
+        processor = kind.read_processor(directory, where)
+    except UnusableProcessorError:
+        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{_CONFIG_FILE} or {_TOKENIZER_FILE} of the checkpoint {where} is not understood: "
+            f"{' or '.join(kind.required_files)} of the checkpoint {where} is not understood: "
             f"{error}"
         ) from error
-    if not hasattr(tokenizer, "backend_tokenizer"):
-        raise ValueError(
-            f"the tokenizer of the checkpoint {where} is a {type(tokenizer).__name__}, which is "
-            "written in Python: a tokenizer of the package tokenizers is needed"
-        )
-    return TextCheckpoint(directory, where, tokenizer, config, is_safe)
+    return kind(directory, where, processor, config, is_safe)
 
 
 def _check_config_file(path: Path, where: str) -> None:

@@ -10,17 +10,20 @@ runs no code of the file.
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import transformers
 
 from farandole.common import argument_checks
 from farandole.spark.common.parameter import Parameter
 from farandole.spark.common.saving.persistence import ParamsReader, ParamsWriter
-from farandole.spark.torch.model import TorchModel
+from farandole.spark.torch.fine_tuned_model import (
+    FineTunedModel,
+    pack_pretrained_files,
+    unpack_pretrained_files,
+)
 from farandole.spark.transformers.checkpoint import (
     TextCheckpoint,
     count_positions,
@@ -78,10 +81,7 @@ class TextModelWriter(ParamsWriter):
     ) -> tuple[dict[str, Any], dict[str, bytes]]:
         """Like `ParamsWriter.split_plain_and_packed`; a part for each file of a checkpoint."""
         plain = {name: value for name, value in values.items() if name not in _OBJECT_PARAMS}
-        with tempfile.TemporaryDirectory(prefix="farandole-checkpoint-") as directory:
-            self.instance.save_pretrained(directory)  # pyright: ignore[reportAttributeAccessIssue]
-            files = sorted(Path(directory).iterdir())
-            return plain, {one.name: one.read_bytes() for one in files}
+        return plain, pack_pretrained_files(cast("TextModel", self.instance))
 
 
 class TextModelReader(ParamsReader["TextModel"]):
@@ -90,15 +90,14 @@ class TextModelReader(ParamsReader["TextModel"]):
     def restore_packed_parts(self, loaded: TextModel, parts: dict[str, bytes], path: str) -> None:
         """Like `ParamsReader.restore_packed_parts`; runs no code of the file."""
         del path
-        with tempfile.TemporaryDirectory(prefix="farandole-checkpoint-") as directory:
-            for name, content in parts.items():
-                # A name must not lead out of the directory.
-                (Path(directory) / Path(name).name).write_bytes(content)
-            with open_checkpoint(directory, self.allowed) as checkpoint:
-                loaded.use_checkpoint(checkpoint)
+        with (
+            unpack_pretrained_files(parts) as directory,
+            open_checkpoint(directory, self.allowed) as checkpoint,
+        ):
+            loaded.use_checkpoint(checkpoint)
 
 
-class TextModel(TextColumnParams, TorchModel):
+class TextModel(TextColumnParams, FineTunedModel):
     """The base of models that take a column of texts."""
 
     tokenizer_files: Parameter[Mapping[str, str]] = Parameter(
@@ -187,41 +186,12 @@ class TextModel(TextColumnParams, TorchModel):
         Raises:
             ValueError: there is no model.
         """
-        if self.getModel() is None:
-            raise ValueError("model is required")
-        network = self.getModel().network
-        if getattr(self.getModel(), "has_adapter", False):
-            import copy  # noqa: PLC0415 - few models have adapters
-
-            network = copy.deepcopy(network).merge_and_unload()
+        network = self._merged_network()
         Path(directory).mkdir(parents=True, exist_ok=True)
         with quiet_transformers():
             network.save_pretrained(directory)
         for name, text in (self.getTokenizerFiles() or {}).items():
             (Path(directory) / Path(name).name).write_text(text, "utf-8")
-
-    def save_adapter(self, directory: str | os.PathLike[str]) -> None:
-        """Writes the adapters alone, as `peft.PeftModel.from_pretrained` reads them.
-
-        Args:
-            directory: on this host; it is made if it does not exist.
-
-        Raises:
-            ValueError: the model has no adapters.
-        """
-        if not getattr(self.getModel(), "has_adapter", False):
-            raise ValueError("the model has no adapters: fit with lora, and save before merging")
-        self.getModel().network.save_pretrained(directory)
-
-    def merge_adapter(self) -> Self:
-        """Adds the adapters to the weights of the network, and removes them. Predictions stay the
-        same up to rounding.
-
-        Returns:
-            The object.
-        """
-        self.getModel().merge_adapter()
-        return self
 
     def to_onnx(self, *_: Any, **__: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Raises an error, because tokens are no columns.

@@ -4,15 +4,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.nn import functional
 
+from farandole.spark.torch.saving.frozen_weights import PartlyFrozenNetwork
 from farandole.spark.transformers.tokenization import PADDING_TOKEN
 
 
-class TextNetwork(torch.nn.Module):
+class TextNetwork(PartlyFrozenNetwork):
     """A network of transformers that takes tokens as one tensor and returns its logits.
 
     With adapters, the state of the module contains only the weights that are trained, so only these
@@ -27,13 +26,8 @@ class TextNetwork(torch.nn.Module):
     def __init__(
         self, network: torch.nn.Module, padding_id: int, *, has_adapter: bool = False
     ) -> None:
-        super().__init__()
-        self.network = network
+        super().__init__(network, has_adapter=has_adapter, has_frozen_weights=has_adapter)
         self.padding_id = padding_id
-        self.has_adapter = has_adapter
-        # Hooks get the prefix of a module that wraps this one.
-        self.register_state_dict_post_hook(_remove_frozen_weights)
-        self.register_load_state_dict_pre_hook(_add_frozen_weights)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Returns the logits, (rows, classes), or (rows, 1) of a regression.
@@ -43,19 +37,6 @@ class TextNetwork(torch.nn.Module):
         """
         ids, mask = split_padding(tokens, self.padding_id)
         return self.network(input_ids=ids, attention_mask=mask).logits
-
-    def frozen_weights(self) -> dict[str, torch.Tensor]:
-        """Returns the weights that adapters leave as they are, by name."""
-        if not self.has_adapter:
-            return {}
-        parameters = self.named_parameters(remove_duplicate=False)
-        return {name: one.detach() for name, one in parameters if not one.requires_grad}
-
-    def merge_adapter(self) -> None:
-        """Adds the adapters to the weights that they adapt, and removes them."""
-        if self.has_adapter:
-            self.network: Any = self.network.merge_and_unload()  # pyright: ignore[reportCallIssue]
-            self.has_adapter = False
 
 
 class TokenNetwork(TextNetwork):
@@ -103,20 +84,6 @@ class TextEmbeddingNetwork(torch.nn.Module):
             shares = mask[:, :, None].to(states.dtype)
             pooled = (states * shares).sum(dim=1) / shares.sum(dim=1)
         return functional.normalize(pooled, dim=1) if self.normalize else pooled
-
-
-def _remove_frozen_weights(
-    network: TextNetwork, state: dict[str, Any], prefix: str, *_: Any
-) -> None:
-    """Takes the frozen weights out of a state: a hook of `state_dict`."""
-    for name in network.frozen_weights():
-        del state[prefix + name]
-
-
-def _add_frozen_weights(network: TextNetwork, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Adds the frozen weights to a state, so that they stay: a hook of `load_state_dict`."""
-    for name, value in network.frozen_weights().items():
-        state.setdefault(prefix + name, value)
 
 
 def split_padding(tokens: torch.Tensor, padding_id: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -106,11 +106,5 @@ class TokenClassifier(TextEstimator):
     def _model_params(
         self, call: ModelCall, inputs: Any, form: str | None = None
     ) -> dict[str, Any]:
-        label = self.getLabelCol()
-        columns = {
-            "probabilityCol": f"{label}__probability",
-            "predictedLabelCol": f"{label}__predicted",
-            "class_names": list(self._classes),
-        }
-        chosen = {name: one for name, one in columns.items() if not self.isSet(name)}
-        return super()._model_params(call, inputs, form) | chosen
+        known = super()._model_params(call, inputs, form) | self._class_columns()
+        return known | {"class_names": list(self._classes)}

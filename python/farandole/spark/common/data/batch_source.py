@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -117,6 +118,8 @@ class BatchSource:
             the first one again, in their order, because other processes may keep theirs. With
             `moves` they stay in memory that processes of a host share, and keep their order.
         transformation: makes other columns of each batch.
+        augmentation: changes the columns of each batch after that, in each pass: a function of
+            the columns, the seed, and the number of the pass. Rows in memory are not changed yet.
         least: rows of a batch at least, by repeats that do not count, where `batch_size` allows it.
         missing: treatment of nulls, NaN and infinities.
         moves: whether an epoch may continue with another number of processes.
@@ -142,6 +145,7 @@ class BatchSource:
         threads: int = 2,
         in_memory: bool = False,
         transformation: Callable[[Arrays], Arrays] | None = None,
+        augmentation: Callable[[Arrays, int, int], Arrays] | None = None,
         least: int = 1,
         missing: MissingValuePolicy | None = None,
         moves: bool = False,
@@ -206,6 +210,7 @@ class BatchSource:
         self._size = size
         self._names = list(columns)
         self._transformation = transformation
+        self._augmentation = augmentation
         self._min_rows = min(least, batch_size)
         self._rank = rank
         self._seed = (seed, rank)
@@ -318,9 +323,15 @@ class BatchSource:
                 for rows in batches:
                     if step == steps:
                         return
-                    yield replace(rows, step=step)
+                    yield replace(rows, step=step, columns=self._augment_columns(rows, current))
                     step += 1
             current, row = current + 1, 0
+
+    def _augment_columns(self, rows: PaddedRankBatch, number: int) -> Mapping[str, Any]:
+        """Returns the columns of a batch as the training of a pass gets them."""
+        if self._augmentation is None:
+            return rows.columns
+        return self._augmentation(dict(rows.columns), self._seed[0], number)
 
     def _first_pass_number(self, number: int, steps: int) -> int:
         """Returns the number of the pass that an epoch of so many steps begins with, or
@@ -363,12 +374,29 @@ class BatchSource:
             self._repeated_pass = number
 
     def _read_pass(self, number: int, row: int) -> Generator[PaddedRankBatch]:
-        """Yields the reader's batches of a pass, or of the rest of one."""
+        """Yields the reader's batches of a pass, or of the rest of one, after the transformation.
+        A transformation that is marked with `reads_ahead` makes the next batch in a thread
+        meanwhile.
+        """
+
+        def make_next_batch() -> PaddedRankBatch:
+            with explain_unreadable_data(self._url):
+                batch = next(batches)
+            return self._convert_batch(batch)
+
+        count = self._reader.step_count(row)
         with closing(self._reader.read_epoch(number, row)) as batches:
-            for _ in range(self._reader.step_count(row)):
-                with explain_unreadable_data(self._url):
-                    batch = next(batches)
-                yield self._convert_batch(batch)
+            if not getattr(self._transformation, "reads_ahead", False):
+                for _ in range(count):
+                    yield make_next_batch()
+                return
+            with ThreadPoolExecutor(1, "farandole-batches") as pool:
+                coming = pool.submit(make_next_batch)
+                for step in range(count):
+                    rows = coming.result()
+                    if step + 1 < count:
+                        coming = pool.submit(make_next_batch)
+                    yield rows
 
     def _cut(self, batches: Iterator[PaddedRankBatch], row: int) -> Generator[PaddedRankBatch]:
         """Yields the batches of a pass with the rows that this process has in each step, from

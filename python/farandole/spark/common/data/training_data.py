@@ -121,7 +121,13 @@ class TrainingDataSpec:
         """
 
         def open_source(
-            url: str, batch_size: int, threads: int, step_rows: int | None, *, shuffle: bool
+            url: str,
+            batch_size: int,
+            threads: int,
+            step_rows: int | None,
+            *,
+            shuffle: bool,
+            augmentation: Any = None,
         ) -> _Source:
             return kind(
                 url,
@@ -134,6 +140,7 @@ class TrainingDataSpec:
                 in_memory=self.in_memory,
                 missing=self.missing,
                 ragged=self.ragged,
+                augmentation=augmentation,
                 **more,
             )
 
@@ -143,6 +150,7 @@ class TrainingDataSpec:
             self.train_threads,
             self.step_rows,
             shuffle=self.shuffle,
+            augmentation=getattr(more.get("transformation"), "augment_rows", None),
         )
         if self.val_url is None:
             return train, None

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from farandole.data.inputs.number_conversion import dates_and_decimals_to_numbers
+from farandole.data.inputs.spark_images import is_spark_image_type, pack_spark_images
 from farandole.data.inputs.spark_vectors import is_spark_vector_type, spark_vectors_as_lists
 from farandole.data.ragged import lengths_column_name
 
@@ -82,7 +83,8 @@ def feature_arrays(
         names: of the columns that are wanted.
         encoding: categories and what replaces nulls and NaN.
         fixed: whether lists of different lengths are padded to the largest length.
-        texts: whether strings and bytes are welcome, as objects.
+        texts: whether strings and bytes are welcome, as objects, and structs of Spark's image
+            source, as bytes of `spark_images`.
 
     Raises:
         ValueError: as `column_to_array`.
@@ -96,6 +98,8 @@ def feature_arrays(
             )
         column = encoding.encode_column(name, places, lambda source: batch.column(places[source]))
         fill = None if name in encoding.categories else column_fill(encoding.fill, name)
+        if texts and is_spark_image_type(column.type):
+            column = pack_spark_images(column)
         if texts and _is_text_type(column.type):
             if fill is not None:
                 column = column.fill_null(pa.scalar(fill.text).cast(column.type))

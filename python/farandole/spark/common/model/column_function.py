@@ -228,11 +228,15 @@ def _series_as_array(series: Any) -> pa.Array:
     """Returns a column of pandas as Arrow's array.
 
     Spark's vectors are a frame with a column for each field of their struct, or a series of
-    objects, which become lists of their elements.
+    objects, which become lists of their elements. Other structs, such as images, are such frames.
     """
     if hasattr(series, "columns"):
         from farandole.spark.common.model.arrow_arrays import VECTOR_TYPE
 
+        names = [str(name) for name in series.columns]
+        if set(names) != {field.name for field in VECTOR_TYPE}:
+            columns = [pa.Array.from_pandas(series[name]) for name in names]
+            return pa.StructArray.from_arrays(columns, names)
         fields = [
             pa.array(series[field.name], type=field.type, from_pandas=True) for field in VECTOR_TYPE
         ]
