@@ -43,7 +43,7 @@ RESULT_PARAMS = frozenset(
         "gradient_compression", "callbacks", "fill", "categories", "ragged", "validation_stratify",
         "validation_group", "validation_time", "transformation_fn", "transformation_edit_fields",
         "transformation_removed_fields", "train_minibatch_fn", "data_module", "precision",
-        "gradient_clip_norm", "sync_every", "shard_optimizer", "ema_decay",
+        "gradient_clip_norm", "sync_every", "shard_optimizer", "strategy", "ema_decay",
         "lr_scheduler", "lr_scheduler_interval", "best_checkpoint", "deterministic", "trainer_args",
         "checkpoint_callback",
     }
