@@ -73,10 +73,10 @@ def _declared_block_classes(model: nn.Module) -> set[str]:
 
 
 def _list_entries(module: nn.Module, limit: float, path: str = "") -> Iterator[str]:
-    is_list = isinstance(module, _CONTAINERS) and not isinstance(
-        module, parametrize.ParametrizationList
-    )
+    is_list = isinstance(module, _CONTAINERS)
     for name, child in module.named_children():
+        if isinstance(child, parametrize.ParametrizationList):
+            continue
         below = f"{path}.{name}" if path else name
         is_entry = is_list and type(child) not in _CONTAINERS
         if not is_entry or _parameter_count(child) > limit:
