@@ -34,7 +34,6 @@ from farandole.spark.torch.saving.persistence import (
     TorchEstimatorParamsWriter,  # noqa: F401
 )
 from farandole.spark.torch.sharding import driver_state
-from farandole.spark.torch.sharding.units import find_sharding_units
 from farandole.spark.torch.training.averaged_weights import fitted_weights
 from farandole.spark.torch.training.micro_batches import micro_batch_count
 from farandole.torch.optimizer import require_elementwise_optimizer
@@ -146,8 +145,7 @@ class TorchEstimator(TorchEstimatorBase):
             )
         model = self.getModel()
         driver_checks.refuse_max_norm_embeddings(model, 2)
-        units = find_sharding_units(model, self.getFsdpModules())
-        driver_state.check_shardable(model, units)
+        driver_state.check_shardable(model, self.getFsdpModules())
 
     def _refuse_options_of_micro_batches(self) -> None:
         """Refuses options that do not go with a global batch, or with parts of it."""

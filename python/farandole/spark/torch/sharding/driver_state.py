@@ -129,15 +129,15 @@ def extra_module_states(model: torch.nn.Module) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name.endswith("_extra_state")}
 
 
-def check_shardable(model: torch.nn.Module, units: Sequence[str]) -> None:
+def check_shardable(model: torch.nn.Module, names: Sequence[str] | None) -> None:
     """Refuses a model that FSDP cannot divide.
 
     Args:
         model: The user's.
-        units: Result of `find_sharding_units`.
+        names: `fsdp_modules` of the user.
 
     Raises:
-        ValueError: The message names the parameter.
+        ValueError: The message names the parameter or module.
     """
     for name, parameter in model.named_parameters():
         if torch.nn.parameter.is_lazy(parameter):
@@ -160,7 +160,7 @@ def check_shardable(model: torch.nn.Module, units: Sequence[str]) -> None:
     for name, buffer in model.named_buffers():
         if not can_store_as_safetensors({name: buffer}):
             raise ValueError(f'strategy="fsdp" cannot send buffer {name!r} of {buffer.dtype}')
-    _refuse_mixed_types(model, units)
+    _refuse_mixed_types(model, find_sharding_units(model, names))
 
 
 def _refuse_mixed_types(model: torch.nn.Module, units: Sequence[str]) -> None:
