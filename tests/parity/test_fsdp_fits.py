@@ -163,7 +163,7 @@ def test_a_damaged_checkpoint_is_refused(damage, gangs, tmp_path):
     if strategy == "fsdp":
         words = "missing or damaged.*safetensors"
         (directory,) = (tmp_path / "runs" / "parts" / "parts").iterdir()
-        part = sorted(directory.iterdir())[0]
+        part = min(directory.iterdir())
         content = part.read_bytes()
         part.unlink()
         if damage == "content":

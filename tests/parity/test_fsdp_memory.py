@@ -29,8 +29,6 @@ LIMIT_SHARE = 0.9
 
 def run_limited(function, *args, **kwargs):
     """Calls a function in a process that cannot allocate memory for the whole model."""
-    import torch.distributed.fsdp
-
     import farandole.spark.torch.remote
     import farandole.spark.torch.sharding.sharded_run  # noqa: F401 - the limit is for what comes then
 
@@ -43,9 +41,8 @@ def run_limited(function, *args, **kwargs):
 class LimitedBackend(LocalBackend):
     """Processes of this host with little memory."""
 
-    def run(self, fn, args=(), kwargs={}, env=None, on_progress=None):
-        limited = functools.partial(run_limited, fn)
-        return super().run(limited, args=args, kwargs=kwargs, env=env, on_progress=on_progress)
+    def run(self, fn, *args, **kwargs):
+        return super().run(functools.partial(run_limited, fn), *args, **kwargs)
 
 
 def fit(folder, path, **options):
@@ -71,7 +68,7 @@ def test_a_model_larger_than_the_memory_of_a_process_is_trained(tmp_path):
     x = np.random.default_rng(5).normal(size=(32, 3)).astype("float32")
     path = str(tmp_path / "train.parquet")
     pq.write_table(pa.table({"x": list(x), "y": x.sum(1)}), path)
-    with pytest.raises(RuntimeError, match="(?i)memory"):
+    with pytest.raises(RuntimeError, match=r"(?i)memory"):
         fit(tmp_path / "whole", path)
     fitted = fit(tmp_path / "divided", path, strategy="fsdp")
     weight = fitted.getModel()[1].weight

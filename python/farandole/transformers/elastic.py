@@ -239,7 +239,7 @@ class _CommitCheckpoints(transformers.TrainerCallback):
     ) -> None:
         """Commits: Trainer calls it on all ranks when rank 0 has written its files."""
         del control
-        directory = os.path.join(args.output_dir, f"checkpoint-{state.global_step}")  # noqa: PTH118 - Trainer's name for it
+        directory = str(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}")
         # The files of rank 0 are complete when it sends their name.
         self._state.checkpoint = broadcast_object(directory, root_rank=0)
         self._state.step_rows = self._step_rows

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Local SGD in Lightning: each process steps on its own gradients, and parameters are averaged every
+"""Local SGD in Lightning: each process steps on its own gradients. Parameters are averaged every
 `sync_every` steps, before each validation and at the end of each epoch.
 """
 

@@ -162,7 +162,7 @@ class TorchParams(EstimatorParams):
     )
     fsdp_modules: Parameter[Sequence[str]] = Parameter(
         'With `strategy="fsdp"`: classes or paths of the modules whose parameters are gathered '
-        "together, such as `[\"Block\"]`. Without it, the blocks that a model of Hugging Face "
+        'together, such as `["Block"]`. Without it, the blocks that a model of Hugging Face '
         "declares, or else the entries of its `ModuleList` and `Sequential`.",
         argument_checks.check_name_list,
         default=None,

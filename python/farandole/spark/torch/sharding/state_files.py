@@ -110,9 +110,7 @@ def _split_large_tensors(tensors: Iterable[TensorRows]) -> Iterator[TensorRows]:
         row_bytes = max(1, each.values.nbytes // max(1, rows))
         step = max(1, MAX_PART_BYTES // row_bytes)
         for begin in range(0, rows, step):
-            yield each._replace(
-                first=each.first + begin, values=each.values[begin : begin + step]
-            )
+            yield each._replace(first=each.first + begin, values=each.values[begin : begin + step])
 
 
 @dataclass(frozen=True)
@@ -171,9 +169,9 @@ class StatePartReader:
             rows = json.loads(header.pop("__metadata__")[_ROWS_KEY])
             for name, entry in header.items():
                 place = begin + entry["data_offsets"][0]
-                stored = _StoredRows(
-                    part["name"], place, *rows[name], _DTYPES[entry["dtype"]], tuple(entry["shape"])
-                )
+                first, total = rows[name]
+                dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+                stored = _StoredRows(part["name"], place, first, total, dtype, shape)
                 self._rows.setdefault(name, []).append(stored)
 
     @property
