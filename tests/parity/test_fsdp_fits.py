@@ -32,13 +32,14 @@ class TiedModel(nn.Module):
         self.head = nn.Linear(3, 1)
         self.blocks[1][0].weight.requires_grad_(False)
         self.register_buffer("scale", torch.tensor(0.5))
+        self.register_buffer("same_scale", self.scale)
         self.register_buffer("cache", torch.ones(2), persistent=False)
 
     def forward(self, x):
         hidden = self.table(x)
         for block in self.blocks:
             hidden = hidden + block(hidden) * self.scale * self.cache.mean()
-        return self.head(hidden @ self.back.weight)
+        return self.head(hidden @ self.back.weight) * self.same_scale
 
 
 def tied_model():
@@ -202,11 +203,12 @@ class MixedModel(nn.Linear):
         ({"model": MixedModel}, "has several types: .*'extra' of torch.float64"),
         ({"model": lambda: nn.LazyLinear(1)}, "'weight' has none before the first call"),
         ({"fsdp_modules": ["Block"]}, "names 'Block', which is neither"),
+        ({"strategy": "ddp", "fsdp_modules": []}, "fsdp_modules needs strategy"),
     ],
 )
 def test_options_that_need_a_whole_model_are_refused(options, words, gangs, tmp_path):
     with pytest.raises(ValueError, match=words):
-        fit(gangs(2), tmp_path, write(tmp_path), strategy="fsdp", **options)
+        fit(gangs(2), tmp_path, write(tmp_path), **{"strategy": "fsdp"} | options)
 
 
 def test_a_store_without_runs_is_refused(gangs, tmp_path):

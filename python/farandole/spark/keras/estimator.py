@@ -140,15 +140,15 @@ class KerasEstimator(
             if not isinstance(callback, keras.callbacks.Callback):
                 raise TypeError(f"a callback must be a keras.callbacks.Callback: {callback!r}")
 
-    def _refuse_options_of_local_steps(self, optimizer: Any, processes: int, most: int) -> None:
+    def _refuse_options_of_local_steps(self, optimizer: Any, least: int, most: int) -> None:
         """Refuses options that need all gradients on each process, in each step.
 
         Args:
             optimizer: the optimizer of the compiled model.
-            processes: number of processes of the backend.
+            least: smallest number of processes of the backend.
             most: largest number of processes of the backend.
         """
-        every = self.getSyncEvery()
+        every = self.getSyncEvery() or 1
         if every == 1:
             return
         is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
@@ -162,7 +162,7 @@ class KerasEstimator(
             "gradient_compression": self.getGradientCompression() is not None,
             "global_batch_size": self.getGlobalBatchSize() is not None,
             f"backward_passes_per_step={passes}": passes > 1,
-            f"a backend of {processes} to {most} processes": most != processes,
+            f"a backend of {least} to {most} processes": most != least,
         }
         for option, given in refused.items():
             if given:
@@ -193,7 +193,8 @@ class KerasEstimator(
         most, processes = backend.max_processes(), backend.num_processes()
         require_row_for_each_process(self, most)
         job, copy, outputs, fingerprint = self._create_job(prepared, processes)
-        self._refuse_options_of_local_steps(copy.model.optimizer, processes, most)
+        least = backend.min_processes()
+        self._refuse_options_of_local_steps(copy.model.optimizer, least, most)
         if self.getDataModule() is None:
             job = check_loss_form(
                 job,
@@ -319,7 +320,7 @@ class KerasEstimator(
         shape, arrays, outputs = model_compilation.try_model(
             copy, shape, label_columns, self.getLabelShapes(), self.getSampleWeightCol() is not None
         )
-        factor = 1 if self.getSyncEvery() > 1 else learning_rate_factor(self, processes)
+        factor = 1 if (self.getSyncEvery() or 1) > 1 else learning_rate_factor(self, processes)
         totals = total_learning_rate_digest(copy.model, self.getOptimizer(), factor)
         fingerprint = self._fit_fingerprint(prepared, processes, totals)  # the model is built
         objects = KerasUserObjects(
@@ -354,7 +355,7 @@ class KerasEstimator(
             terminate_on_nan=self.getTerminateOnNan(),
             prefetch=self.getTensorflowDatasetPrefetchBufferSize(),
             passes=self.getBackwardPassesPerStep(),
-            sync_every=self.getSyncEvery(),
+            sync_every=self.getSyncEvery() or 1,
             loss_reduction=find_loss_reduction(copy.model, self.getLossReduction()),
         )
         return job, copy, outputs, fingerprint

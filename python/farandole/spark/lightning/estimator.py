@@ -163,7 +163,7 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
     def _create_framework_job(self, prepared: Prepared, backend: Backend) -> FrameworkTrainingJob:
         most = backend.max_processes()
         require_row_for_each_process(self, most)
-        refuse_options_of_local_steps(self, backend.num_processes(), most)
+        refuse_options_of_local_steps(self, backend.min_processes(), most)
         sampled = self._sample_columns(prepared, backend)
         fingerprint = self._fit_fingerprint(prepared, backend.num_processes(), {})
         is_plain, losses = self._lightning_package() is None, self._constructed_losses()

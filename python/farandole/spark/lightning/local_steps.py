@@ -21,12 +21,12 @@ _MIN_LOCAL_STEPS = 2
 """Value of `sync_every` from which processes take steps of their own."""
 
 
-def refuse_options_of_local_steps(estimator: Any, processes: int, most: int) -> None:
+def refuse_options_of_local_steps(estimator: Any, least: int, most: int) -> None:
     """Refuses what does not go with local steps.
 
     Args:
         estimator: the `LightningEstimator`.
-        processes: number of processes of the backend.
+        least: smallest number of processes of the backend.
         most: largest number of processes of the backend.
 
     Raises:
@@ -42,7 +42,7 @@ def refuse_options_of_local_steps(estimator: Any, processes: int, most: int) -> 
         "gradient_compression": estimator.getGradientCompression() is not None,
         "global_batch_size": estimator.getGlobalBatchSize() is not None,
         "trainer_args['strategy']": "strategy" in (estimator.getTrainerArgs() or {}),
-        f"an elastic backend of {processes} to {most} processes": most != processes,
+        f"an elastic backend of {least} to {most} processes": most != least,
     }
     for option, given in refused.items():
         if given:

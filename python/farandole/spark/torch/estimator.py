@@ -104,6 +104,8 @@ class TorchEstimator(TorchEstimatorBase):
         }
         if self.getEmaDecay() is not None and self.getTrainMinibatchFn() is not None:
             raise ValueError("ema_decay cannot be combined with train_minibatch_fn, which steps")
+        if self.getFsdpModules() is not None and self.getStrategy() != "fsdp":
+            raise ValueError('fsdp_modules needs strategy="fsdp"')
         chosen = [name for name, given in distributed_by.items() if given]
         if not chosen:
             return
@@ -193,7 +195,7 @@ class TorchEstimator(TorchEstimatorBase):
         fingerprint = self._fit_fingerprint(prepared, processes, totals)
         most = backend.max_processes()
         require_row_for_each_process(self, most)
-        self._require_fixed_processes(processes, most)
+        self._require_fixed_processes(backend.min_processes(), most)
         job, objects, losses, words = self._create_job(prepared, fingerprint, sampled, most)
         outputs = driver_checks.try_model(job, objects, losses, sampled.rows)
         if self.getDataModule() is None:
@@ -241,17 +243,17 @@ class TorchEstimator(TorchEstimatorBase):
             model_params=self._model_params(job.call, job.inputs, words.output_form),
         )
 
-    def _require_fixed_processes(self, processes: int, most: int) -> None:
+    def _require_fixed_processes(self, least: int, most: int) -> None:
         """Refuses elastic backends where the loss of a process is the loss of its part."""
         divided = {
             "shard_optimizer=True": self.getShardOptimizer(),
             'strategy="fsdp"': self.getStrategy() == "fsdp",
         }
         for option, given in divided.items():
-            if given and most != processes:
+            if given and most != least:
                 raise ValueError(
                     f"{option} needs a fixed number of processes: when one is lost, its part of "
-                    f"the state is lost; the backend has {processes} to {most}"
+                    f"the state is lost; the backend has {least} to {most}"
                 )
 
     def _framework_fingerprint_parts(self) -> list[FingerprintPart]:

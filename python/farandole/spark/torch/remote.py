@@ -87,9 +87,20 @@ def train_rank(job: TorchTrainingJob) -> TorchTrainingResult | None:
 
         with hold_process_group():
             device = choose_rank_device(job.loop.use_gpu)
-            return _TorchTrainer(job, ShardedRun(job, job.sharded, device)).run()
+            try:
+                return _TorchTrainer(job, ShardedRun(job, job.sharded, device)).run()
+            except RuntimeError as error:
+                if "DTensor" in str(error):
+                    error.add_note(UNGATHERED_WEIGHT_HINT)
+                raise
     finally:
         hvd.shutdown()
+
+
+UNGATHERED_WEIGHT_HINT = (
+    "The model uses the weights of a module without calling the module, so they are not gathered: "
+    "name the modules that it calls by fsdp_modules; with [], all weights are gathered together"
+)
 
 
 def _distribute_optimizer(

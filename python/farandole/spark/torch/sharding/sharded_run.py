@@ -89,6 +89,10 @@ class ShardedRun:
         for path in self._sharded.units:
             fully_shard(modules[path], mesh=self._mesh)
         fully_shard(model, mesh=self._mesh)
+        places: dict[int, list[tuple[torch.nn.Module, str]]] = {}
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                places.setdefault(id(buffer), []).append((module, name))
         swaps = torch.__future__.get_swap_module_params_on_conversion()
         # Without it, modules that share a parameter would have one each.
         torch.__future__.set_swap_module_params_on_conversion(True)
@@ -96,6 +100,9 @@ class ShardedRun:
             model.to_empty(device=self._device)
         finally:
             torch.__future__.set_swap_module_params_on_conversion(swaps)
+        for (first, key), *others in places.values():
+            for module, name in others:  # they shared a buffer
+                module._buffers[name] = first._buffers[key]  # noqa: SLF001 - as `_apply` of torch does
         divided = dict(model.named_parameters())
         for group in optimizer.param_groups:
             group["params"][:] = [divided[names[id(each)]] for each in group["params"]]
