@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import farandole.torch as hvd
+from farandole.runner.backend import LocalBackend
 from farandole.spark.common.store import Store
 from farandole.spark.torch import TorchEstimator
 
@@ -218,3 +219,31 @@ def test_a_store_without_runs_is_refused(gangs, tmp_path):
             gangs(2), tmp_path, path, strategy="fsdp",
             store=Store.create(str(tmp_path / "store"), save_runs=False),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("option", [{"strategy": "fsdp"}, {"shard_optimizer": True}])
+def test_an_elastic_backend_is_refused(option, tmp_path):
+    backend = LocalBackend(2, min_num_proc=1)
+    with pytest.raises(ValueError, match=r"needs a fixed number of processes.* has 1 to 2"):
+        fit(backend, tmp_path, write(tmp_path), **option)
+
+
+class BorrowingModel(nn.Module):
+    """A model that uses the weights of a module in a list without calling the module."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 1)])
+
+    def forward(self, x):
+        return self.layers[1](x @ self.layers[0].weight)
+
+
+def test_weights_of_modules_that_are_not_called_need_other_units(gangs, tmp_path):
+    path = write(tmp_path)
+    options = {"model": BorrowingModel, "strategy": "fsdp", "epochs": 1}
+    options["optimizer"] = momentum
+    with pytest.raises(RuntimeError, match="name the modules that it calls by fsdp_modules"):
+        fit(gangs(2), tmp_path / "units", path, **options)
+    whole = fit(gangs(2), tmp_path / "whole", path, **options | {"strategy": "ddp"})
+    assert_close(whole, fit(gangs(2), tmp_path / "one", path, fsdp_modules=[], **options))

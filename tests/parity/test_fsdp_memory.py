@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import resource
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+import farandole.torch as hvd
 from farandole.runner.backend import LocalBackend
 from farandole.spark.torch import TorchEstimator
 
@@ -29,9 +31,13 @@ LIMIT_SHARE = 0.9
 
 def run_limited(function, *args, **kwargs):
     """Calls a function in a process that cannot allocate memory for the whole model."""
-    import farandole.spark.torch.remote
-    import farandole.spark.torch.sharding.sharded_run  # noqa: F401 - the limit is for what comes then
-
+    for name in (
+        "torch._dynamo",
+        "farandole.spark.torch.remote",
+        "farandole.spark.torch.sharding.sharded_run",
+    ):
+        importlib.import_module(name)
+    hvd.init()  # its threads have stacks
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     limit = int(status["VmData"].split()[0]) * 1024 + int(MODEL_BYTES * LIMIT_SHARE)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

@@ -35,6 +35,7 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from farandole.common import basics
 from farandole.common.elastic import ObjectState, leave, run_fn
 from farandole.common.exceptions import FarandoleInternalError
+from farandole.stores.durable_writes import is_present_file
 from farandole.torch.functions import broadcast_object
 
 if TYPE_CHECKING:
@@ -201,7 +202,7 @@ def copy_rescaled(checkpoint: Path, folder: Path, rows_before: int, rows_now: in
     state["global_step"] = step
     _replace_file(target / TRAINER_STATE_NAME, json.dumps(state).encode())
     scheduler = target / SCHEDULER_NAME
-    if scheduler.exists():
+    if is_present_file(scheduler):
         found = torch.load(scheduler, map_location="cpu", weights_only=True)
         for name in _COUNTERS:
             if isinstance(found.get(name), int):

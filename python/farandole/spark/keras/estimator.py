@@ -162,7 +162,7 @@ class KerasEstimator(
             "gradient_compression": self.getGradientCompression() is not None,
             "global_batch_size": self.getGlobalBatchSize() is not None,
             f"backward_passes_per_step={passes}": passes > 1,
-            f"a backend of {least} to {most} processes": most != least,
+            "an elastic backend": most != least,
         }
         for option, given in refused.items():
             if given:

@@ -21,13 +21,13 @@ _MIN_LOCAL_STEPS = 2
 """Value of `sync_every` from which processes take steps of their own."""
 
 
-def refuse_options_of_local_steps(estimator: Any, least: int, most: int) -> None:
+def refuse_options_of_local_steps(estimator: Any, min_processes: int, max_processes: int) -> None:
     """Refuses what does not go with local steps.
 
     Args:
         estimator: the `LightningEstimator`.
-        least: smallest number of processes of the backend.
-        most: largest number of processes of the backend.
+        min_processes: smallest number of processes of the backend.
+        max_processes: largest number of processes of the backend.
 
     Raises:
         ValueError: the message names the option.
@@ -42,7 +42,7 @@ def refuse_options_of_local_steps(estimator: Any, least: int, most: int) -> None
         "gradient_compression": estimator.getGradientCompression() is not None,
         "global_batch_size": estimator.getGlobalBatchSize() is not None,
         "trainer_args['strategy']": "strategy" in (estimator.getTrainerArgs() or {}),
-        f"an elastic backend of {least} to {most} processes": most != least,
+        "an elastic backend": min_processes != max_processes,
     }
     for option, given in refused.items():
         if given:
@@ -85,8 +85,8 @@ def local_steps_strategy_class(strategy: type[Any]) -> type[Any]:
 
         def synchronize(self) -> None:
             """Averages all parameters and moving statistics, if a step was taken since the last
-            call; a collective call. The states of optimizers become those of rank 0, which are in
-            checkpoints.
+            call; a collective call. The states of optimizers become the states of rank 0, which
+            are in checkpoints.
             """
             if not self._has_own_steps:
                 return

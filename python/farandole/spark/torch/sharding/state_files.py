@@ -168,10 +168,10 @@ class StatePartReader:
             header = json.loads(self._run.read_range(part["name"], _HEADER_PREFIX_BYTES, begin))
             rows = json.loads(header.pop("__metadata__")[_ROWS_KEY])
             for name, entry in header.items():
-                place = begin + entry["data_offsets"][0]
+                offset = begin + entry["data_offsets"][0]
                 first, total = rows[name]
                 dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
-                stored = _StoredRows(part["name"], place, first, total, dtype, shape)
+                stored = _StoredRows(part["name"], offset, first, total, dtype, shape)
                 self._rows.setdefault(name, []).append(stored)
 
     @property
