@@ -21,9 +21,9 @@ import farandole.torch as hvd
 from farandole.runner.backend import LocalBackend
 from farandole.spark.torch import TorchEstimator
 
-PROCESSES = 4
+PROCESSES = 3
 WIDTH = 2048
-BLOCKS = 16
+BLOCKS = 24
 MODEL_BYTES = BLOCKS * WIDTH * WIDTH * 4
 LIMIT_SHARE = 0.9
 """Share of the model's size that a process may allocate in addition to loaded libraries."""
@@ -70,6 +70,8 @@ def fit(folder, path, **options):
     ).fit_on_parquet(path=path, val_path=path)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_a_model_larger_than_the_memory_of_a_process_is_trained(tmp_path):
     x = np.random.default_rng(5).normal(size=(32, 3)).astype("float32")
     path = str(tmp_path / "train.parquet")
