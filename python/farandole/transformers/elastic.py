@@ -37,6 +37,7 @@ from farandole.common.elastic import ObjectState, leave, run_fn
 from farandole.common.exceptions import FarandoleInternalError
 from farandole.stores.durable_writes import is_present_file
 from farandole.torch.functions import broadcast_object
+from farandole.transformers import RANK_VARIABLES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,6 +93,8 @@ def _restart_session() -> None:
     basics.shutdown()
     AcceleratorState._reset_state(reset_partial_state=True)  # noqa: SLF001 - Accelerate has no public name for it
     GradientState._reset_state()  # noqa: SLF001 - as above
+    for name in RANK_VARIABLES:
+        os.environ.pop(name, None)  # Accelerate would wait for the ranks of the last world
     basics.init(process_sets="dynamic")
     PartialState()
 
