@@ -196,6 +196,7 @@ class MixedModel(nn.Linear):
         ({"precision": "fp16"}, 'fsdp" cannot be combined with precision="fp16"'),
         ({"sync_every": 2}, "sync_every=2 cannot be combined with strategy"),
         ({"shard_optimizer": True}, "shard_optimizer=True cannot be combined with strategy"),
+        ({"compile": True}, 'fsdp" cannot be combined with compile=True'),
         ({"ema_decay": 0.9}, 'fsdp" cannot be combined with ema_decay'),
         ({"train_minibatch_fn": lambda *_: None}, "train_minibatch_fn"),
         ({"gradient_compression": hvd.Compression.fp16}, "gradient_compression"),

@@ -145,6 +145,10 @@ class TorchEstimator(TorchEstimatorBase):
             raise ValueError(
                 'strategy="fsdp" cannot be combined with ema_decay, whose average is a whole model'
             )
+        if self.getCompile():
+            raise ValueError(
+                'strategy="fsdp" cannot be combined with compile=True: units are gathered by hooks'
+            )
         model = self.getModel()
         driver_checks.refuse_max_norm_embeddings(model, 2)
         driver_state.check_shardable(model, self.getFsdpModules())

@@ -265,7 +265,8 @@ def load_trained_state(
         if id(tensor) in chosen:
             target = as_rows(tensor.detach())
             reader.read_rows(name, 0, len(target), target)
-    model.load_state_dict(checkpoint["extra"], strict=False)
+    if checkpoint["extra"]:
+        model.load_state_dict(checkpoint["extra"], strict=False)
     described = checkpoint["optimizer"]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     states: dict[int, dict[str, Any]] = {}

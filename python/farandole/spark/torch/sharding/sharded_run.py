@@ -154,7 +154,8 @@ class ShardedRun:
             for name, buffer in model.named_buffers():
                 rows = as_rows(buffer)
                 self._fill_rows(reader, name, 0, len(rows), rows)
-        model.load_state_dict(extra, strict=False)
+        if extra:
+            model.load_state_dict(extra, strict=False)
 
     def _fill_rows(
         self, reader: StatePartReader, name: str, first: int, total: int, target: torch.Tensor
