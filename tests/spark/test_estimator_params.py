@@ -221,7 +221,8 @@ OF_TORCH = dict.fromkeys(
         "output", "class_weight", "gradient_clip_norm", "fsdp_modules", "ema_decay", "lr_scheduler",
      "early_stopping", "best_checkpoint", "checkpoint_every", "max_steps", "max_time")
 ) | {"precision": "fp32", "lr_scheduler_interval": "epoch", "compile": False,
-    "deterministic": False, "sync_every": 1, "shard_optimizer": False, "strategy": "ddp"}  # fmt: skip
+    "deterministic": False, "sync_every": 1, "shard_optimizer": False,
+    "strategy": "ddp"}  # fmt: skip
 OF_LIGHTNING = dict.fromkeys(
     ("num_gpus", "logger", "loader_num_epochs", "profiler", "trainer_args",
         "train_async_data_loader_queue_size",
