@@ -64,7 +64,7 @@ class ShardedRun:
 
     Attributes:
         objects: The user's objects; each parameter of the model has memory for the rows of this
-            rank, whose values are those of `load_state`.
+            rank. `load_state` gives them their values.
 
     Args:
         job: The run.
