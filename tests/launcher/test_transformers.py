@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from tests.launcher.conftest import Launch
 
 PAGE = Path(__file__).parents[2] / "docs/user-guide/transformers.md"
+LATER_BLOCKS = 3
+"""Blocks of Python on the page from the elastic script on."""
 NO_GPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -75,6 +77,31 @@ def test_a_trainer_reads_a_loader_and_resumes_in_an_epoch(
         "1 rank",
     ):
         assert output.count(said) == 2, said
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_an_elastic_trainer_continues_after_a_loss(
+    launch: Callable[..., Launch], tmp_path: Path, victim: int
+) -> None:
+    script = blocks(PAGE, "python")[-LATER_BLOCKS].replace('"out"', f'"{tmp_path}/out"')
+    path = tmp_path / "train_elastic.py"
+    fault = program_path(__file__, "kill_rank_of_trainer").read_text()
+    begin = "    result = state.train(trainer)"
+    assert begin in script
+    call = f"    kill_rank_at_step(trainer, {victim}, 27, {str(tmp_path / 'killed')!r})\n"
+    path.write_text(fault + script.replace(begin, call + begin))
+    words = ("-np", 2, "--min-np", 1, "--blacklist-cooldown-range", 600, 3600)
+    run = launch(*words, sys.executable, path, env=NO_GPU)
+    assert run.wait() == 0, run.err.read_text()
+    output = run.out.read_text()
+    # Two processes take 8 steps for an epoch. Step 24 is the end of the third one, so one process
+    # continues at step 48 of 128.
+    assert re.findall(r"begins at step (\d+) with epoch (\S+)", output)[-1] == ("48", "3.0")
+    ((processes, steps, loss),) = re.findall(r"(\d+) processes, (\d+) steps, loss (\S+)", output)
+    assert (processes, steps) == ("1", "128")
+    assert float(loss) < 0.5
+    names = sorted(each.name for each in (tmp_path / "out").iterdir())
+    assert names == ["checkpoint-120", "checkpoint-128"]
 
 
 def test_a_trainer_trains_an_adapter_of_peft(launch: Callable[..., Launch], tmp_path: Path) -> None:

@@ -230,6 +230,8 @@ STORE_LOOKS = {
     "spark/common/estimator_hooks.py": 1,
     "spark/common/runs/run_fingerprint_check.py": 1,
     "spark/common/saving/save_directory.py": 3,
+    "spark/torch/sharding/driver_state.py": 2,
+    "spark/torch/sharding/state_files.py": 1,
     "spark/transformers/checkpoint.py": 1,
     "stores/filesystem.py": 1,
     "stores/remote_store.py": 1,

@@ -122,6 +122,8 @@ TORCH = {
     "gradient_clip_norm": [(0, ValueError), ("one", TypeError)],
     "sync_every": [(0, ValueError), (1.5, TypeError)],
     "shard_optimizer": [("yes", TypeError)],
+    "strategy": [("zero", ValueError)],
+    "fsdp_modules": [(3, TypeError), ([3], TypeError)],
     "ema_decay": [(1.0, ValueError), (0, ValueError), ("most", TypeError)],
     "lr_scheduler": [("cosine", TypeError)],
     "lr_scheduler_interval": [("hour", ValueError)],
@@ -153,6 +155,7 @@ KERAS = {
     "loss": [([3], TypeError), (3, TypeError)],
     "loss_reduction": [("median", ValueError)],
     "custom_objects": [([], TypeError), ({3: 4}, TypeError)],
+    "sync_every": [(0, ValueError), (1.5, TypeError)],
     "checkpoint_callback": [("best", TypeError), (keras.callbacks.History(), TypeError)],
     "backend_env": [({"A": 1}, TypeError), ("A=1", TypeError)],
 }
@@ -234,10 +237,11 @@ SET = {
 }  # fmt: skip
 OF_TORCH = dict.fromkeys(
     ("input_shapes", "input_dtypes", "loss_constructors", "loss_reduction", "train_minibatch_fn",
-        "output", "class_weight", "gradient_clip_norm", "ema_decay", "lr_scheduler",
+        "output", "class_weight", "gradient_clip_norm", "fsdp_modules", "ema_decay", "lr_scheduler",
      "early_stopping", "best_checkpoint", "checkpoint_every", "max_steps", "max_time")
 ) | {"precision": "fp32", "lr_scheduler_interval": "epoch", "compile": False,
-    "deterministic": False, "sync_every": 1, "shard_optimizer": False}  # fmt: skip
+    "deterministic": False, "sync_every": 1, "shard_optimizer": False,
+    "strategy": "ddp"}  # fmt: skip
 OF_LIGHTNING = dict.fromkeys(
     ("num_gpus", "logger", "loader_num_epochs", "profiler", "trainer_args",
         "train_async_data_loader_queue_size",
@@ -247,6 +251,7 @@ OF_KERAS = {
     "custom_objects": {},
     "checkpoint_callback": None,
     "loss_reduction": None,
+    "sync_every": None,
     "backend_env": {"LIBHDFS_OPTS": "-Xms2048m -Xmx2048m"},
 }
 OF_TEXT = dict.fromkeys(

@@ -121,6 +121,14 @@ def check_optional_column_names(name: str, value: Any) -> list[str]:
     return [] if isinstance(value, list | tuple) and not value else check_column_names(name, value)
 
 
+def check_name_list(name: str, value: Any) -> list[str]:
+    """Returns a list of names, which may be empty; one name alone stands for a list of one."""
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not all(isinstance(item, str) for item in names):
+        raise TypeError(f"{name} must be a list of names: {value!r}")
+    return list(names)
+
+
 def check_value_list(name: str, value: Any) -> list[Any]:
     """Returns a list of anything; one object alone stands for a list of one."""
     if isinstance(value, str | dict):

@@ -242,6 +242,10 @@ class RayBackend(Backend):
         """Returns the largest number of ranks that a job may have at a time."""
         return max(self._num_workers, self._bounds.get("max_num_proc", 0))
 
+    def min_processes(self) -> int:
+        """Returns the smallest number of workers with which an elastic job continues."""
+        return self._bounds.get("min_num_proc", self._num_workers)
+
     def check(self) -> None:
         """Like `Backend.check`.
 

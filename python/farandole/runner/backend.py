@@ -73,6 +73,10 @@ class Backend(ABC):
         """Returns the largest number of workers that a job may have at a time."""
         return self.num_processes()
 
+    def min_processes(self) -> int:
+        """Returns the smallest number of workers with which an elastic job continues."""
+        return self.num_processes()
+
     def check(self) -> None:
         """Raises what `run` would raise before it starts anything. Estimators call it before they
         prepare data.
@@ -260,6 +264,10 @@ class LocalBackend(Backend):
     def max_processes(self) -> int:
         """Returns the largest number of workers that a job may have at a time."""
         return max(self._num_proc, self._bounds.get("max_num_proc", 0))
+
+    def min_processes(self) -> int:
+        """Returns the smallest number of workers with which an elastic job continues."""
+        return self._bounds.get("min_num_proc", self._num_proc)
 
 
 def _core_count() -> int:

@@ -63,6 +63,10 @@ class ForeignBackend(Backend):
         """Like `Backend.max_processes`."""
         return getattr(self._inner, "max_processes", self._inner.num_processes)()
 
+    def min_processes(self) -> int:
+        """Like `Backend.min_processes`."""
+        return getattr(self._inner, "min_processes", self._inner.num_processes)()
+
     def check(self) -> None:
         """Like `Backend.check`; does nothing for an object without this method."""
         if check := getattr(self._inner, "check", None):

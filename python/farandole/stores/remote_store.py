@@ -65,6 +65,23 @@ class RemoteStore:
             self._require_driver_lease(run)
             run.write(name, data)
 
+    def write_part(self, directory: str, name: str, data: bytes) -> None:
+        """Writes a part of a checkpoint so that it outlives a loss of power. The checkpoint
+        contains the digest of the part.
+
+        Args:
+            directory: directory of the part below the run's directory.
+            name: name of the file.
+            data: the whole content.
+
+        Raises:
+            RunInUseError: the fit has lost the run to another process.
+        """
+        if self.run_path is not None:
+            run = native.Store(self.run_path)
+            self._require_driver_lease(run)
+            durable_writes.write_durably(run.open_child(directory), name, data)
+
     def write_log(self, name: str, data: bytes) -> bool:
         """Writes a file that only shows what happened, such as a history. If the file cannot be
         written, a warning says so, and the training continues.

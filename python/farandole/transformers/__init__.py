@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 __all__ = ["ReportProgress", "Trainer", "register"]
 
 _BACKEND = "farandole"
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+"""Variables by which Accelerate counts the processes of the present world."""
 
 
 def register() -> None:
@@ -101,9 +103,8 @@ def _join_ranks(cpu: bool, options: dict[str, Any]) -> bool:
         del options["backend"]
     if dist.is_initialized():
         return use_cpu
-    names = {"RANK": basics.rank(), "WORLD_SIZE": basics.size()}
-    names |= {"LOCAL_RANK": basics.local_rank(), "LOCAL_WORLD_SIZE": basics.local_size()}
-    os.environ.update({name: str(value) for name, value in names.items()})
+    ranks = (basics.rank(), basics.size(), basics.local_rank(), basics.local_size())
+    os.environ.update(zip(RANK_VARIABLES, map(str, ranks), strict=True))
     # Accelerate asks for it on several hosts. torch reads it only if it makes the group.
     os.environ.setdefault("MASTER_ADDR", socket.gethostname())
     if backend == _BACKEND or (backend is None and use_cpu):

@@ -199,6 +199,10 @@ class SparkBackend(Backend):
         """Returns the largest number of workers that a job may have at a time."""
         return max(self.num_processes(), self._bounds.get("max_num_proc", 0))
 
+    def min_processes(self) -> int:
+        """Returns the smallest number of workers with which an elastic job continues."""
+        return self._bounds.get("min_num_proc", self.num_processes())
+
     def check(self) -> None:
         """Like `Backend.check`."""
         SparkSessionAdapter.from_active_session().check_job_size(

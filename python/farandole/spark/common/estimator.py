@@ -364,7 +364,8 @@ class FarandoleEstimator(ClassificationParams, EstimatorHooks, Estimator[Any]):
         if plan.output_words:
             fit.shown.show_message(describe_column_mapping(plan.inputs, plan.output_words))
         with (
-            self._hold_checked_run(plan.job, plan.fingerprint, fit.shown) as job,
+            self._hold_checked_run(plan.job, plan.fingerprint, fit.shown) as held,
+            plan.hold_inputs(held) as job,
             create_trackers(self, job, prepared, plan.fingerprint) as tracker,
         ):
             trained = self._run_job_with_retries(fit, plan.train, job, tracker)[0]

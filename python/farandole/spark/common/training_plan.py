@@ -6,6 +6,7 @@ and the job that a framework makes of prepared data.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from farandole.spark.common.model.output_columns import ModelOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from farandole.runner.backend import Backend
     from farandole.spark.common.runs.fingerprint import Fingerprint
@@ -45,6 +47,8 @@ class FrameworkTrainingJob:
         create_example: returns some rows for MLflow, given the trained model.
         messages: decisions of the trial run, for the user.
         output_words: words about each output for the user; none if they are unknown.
+        hold_inputs: returns the context in which files that workers need are in the run's
+            directory; gives the job that names them.
         model_params: further parameters that only the fitted models of this framework have.
     """
 
@@ -58,6 +62,7 @@ class FrameworkTrainingJob:
     create_example: Callable[[Any], ModelExample | None]
     messages: Sequence[str] = ()
     output_words: Sequence[str] = ()
+    hold_inputs: Callable[[Any], AbstractContextManager[Any]] = nullcontext
     model_params: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -140,6 +140,34 @@ class KerasEstimator(
             if not isinstance(callback, keras.callbacks.Callback):
                 raise TypeError(f"a callback must be a keras.callbacks.Callback: {callback!r}")
 
+    def _refuse_options_of_local_steps(self, optimizer: Any, least: int, most: int) -> None:
+        """Refuses options that need all gradients on each process, in each step.
+
+        Args:
+            optimizer: the optimizer of the compiled model.
+            least: smallest number of processes of the backend.
+            most: largest number of processes of the backend.
+        """
+        every = self.getSyncEvery() or 1
+        if every == 1:
+            return
+        is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        inner = optimizer.inner_optimizer if is_scaled else optimizer
+        passes = self.getBackwardPassesPerStep()
+        refused = {
+            "mixed_float16, whose loss scale looks at all gradients": is_scaled,
+            "use_ema of the optimizer: processes would average different weights": getattr(
+                inner, "use_ema", False
+            ),
+            "gradient_compression": self.getGradientCompression() is not None,
+            "global_batch_size": self.getGlobalBatchSize() is not None,
+            f"backward_passes_per_step={passes}": passes > 1,
+            "an elastic backend": most != least,
+        }
+        for option, given in refused.items():
+            if given:
+                raise ValueError(f"sync_every={every} cannot be combined with {option}")
+
     def _worker_environment(self) -> dict[str, str]:
         quiet = os.environ.get("TF_CPP_MIN_LOG_LEVEL", _TENSORFLOW_LOG_LEVEL)
         return {
@@ -162,15 +190,18 @@ class KerasEstimator(
         return inputs, outputs
 
     def _create_framework_job(self, prepared: Prepared, backend: Backend) -> FrameworkTrainingJob:
-        require_row_for_each_process(self, backend.max_processes())
-        job, copy, outputs, fingerprint = self._create_job(prepared, backend.num_processes())
+        most, processes = backend.max_processes(), backend.num_processes()
+        require_row_for_each_process(self, most)
+        job, copy, outputs, fingerprint = self._create_job(prepared, processes)
+        least = backend.min_processes()
+        self._refuse_options_of_local_steps(copy.model.optimizer, least, most)
         if self.getDataModule() is None:
             job = check_loss_form(
                 job,
                 copy.model,
                 create_transformation(self),
                 wanted=self.getLossReduction(),
-                processes=backend.max_processes(),
+                processes=1 if job.takes_local_steps else most,
             )
 
         def load_result(trained: KerasTrainingResult) -> Any:
@@ -289,7 +320,7 @@ class KerasEstimator(
         shape, arrays, outputs = model_compilation.try_model(
             copy, shape, label_columns, self.getLabelShapes(), self.getSampleWeightCol() is not None
         )
-        factor = learning_rate_factor(self, processes)
+        factor = 1 if (self.getSyncEvery() or 1) > 1 else learning_rate_factor(self, processes)
         totals = total_learning_rate_digest(copy.model, self.getOptimizer(), factor)
         fingerprint = self._fit_fingerprint(prepared, processes, totals)  # the model is built
         objects = KerasUserObjects(
@@ -324,6 +355,7 @@ class KerasEstimator(
             terminate_on_nan=self.getTerminateOnNan(),
             prefetch=self.getTensorflowDatasetPrefetchBufferSize(),
             passes=self.getBackwardPassesPerStep(),
+            sync_every=self.getSyncEvery() or 1,
             loss_reduction=find_loss_reduction(copy.model, self.getLossReduction()),
         )
         return job, copy, outputs, fingerprint

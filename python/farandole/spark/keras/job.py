@@ -58,6 +58,8 @@ class KerasTrainingJob(TrainingJob):
     """Batches that `tf.data` prepares ahead; 0 leaves it to Keras."""
     passes: int = 1
     """Batches whose gradients make one step of the optimizer."""
+    sync_every: int = 1
+    """Steps of a process between two averages of weights; with 1, gradients are averaged."""
     loss_reduction: str = "mean"
     """The reduction of the model's loss over the rows of a batch, see `loss_forms`."""
     counts_losses: bool = False
@@ -66,6 +68,11 @@ class KerasTrainingJob(TrainingJob):
     """Whether counted losses of outputs are sums over rows, whatever they say."""
     added_losses: tuple[str, ...] = ()
     """Reductions of the losses that layers add and of regularizers, if losses are counted."""
+
+    @property
+    def takes_local_steps(self) -> bool:
+        """Whether each process steps on its own gradients, and weights are averaged."""
+        return self.sync_every > 1
 
     @property
     def step_rows(self) -> int:
@@ -78,7 +85,8 @@ class KerasTrainingJob(TrainingJob):
         Args:
             size: number of processes.
         """
-        return size if self.data.step_rows is None else 1
+        has_own_rows = self.data.step_rows is None and not self.takes_local_steps
+        return size if has_own_rows else 1
 
 
 @dataclass

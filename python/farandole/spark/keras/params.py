@@ -115,6 +115,13 @@ class KerasParams(EstimatorParams):
         _check_compression,
         default=None,
     )
+    sync_every: Parameter[int] = Parameter(
+        "Steps that each process takes on its own before all average their weights (local SGD); "
+        "they also do at the end of each epoch. With more than 1, the learning rate is that of one "
+        "process. Without it, or with 1, gradients are averaged in each step.",
+        argument_checks.make_minimum_check(1),
+        default=None,
+    )
     custom_objects: Parameter[Mapping[str, Any]] = Parameter(
         "Classes and functions by name, where Keras asks for them; those that the model is seen "
         "to be made of need not be listed.",

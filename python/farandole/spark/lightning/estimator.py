@@ -15,6 +15,7 @@ from farandole.spark.common.runs.digests import class_name
 from farandole.spark.common.runs.fingerprint import FingerprintPart
 from farandole.spark.common.training_plan import FrameworkTrainingJob
 from farandole.spark.lightning.job import LightningTrainingJob, LightningUserObjects
+from farandole.spark.lightning.local_steps import refuse_options_of_local_steps
 from farandole.spark.lightning.model import TorchModel
 from farandole.spark.lightning.module_wrapper import wrap_module
 from farandole.spark.lightning.params import LightningParams
@@ -70,11 +71,6 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
 
     def _refuse_options_of_torch_estimator(self) -> None:
         """Refuses options of `TorchEstimator` that Lightning's strategy decides here."""
-        if self.getSyncEvery() > 1:
-            raise ValueError(
-                f"sync_every={self.getSyncEvery()} is for TorchEstimator: Lightning's strategy "
-                "averages gradients in each step"
-            )
         if self.getEmaDecay() is not None:
             raise ValueError(
                 "ema_decay is for TorchEstimator: give Lightning's callback WeightAveraging"
@@ -83,6 +79,11 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
             raise ValueError(
                 "shard_optimizer=True is for TorchEstimator: give Lightning's Trainer a strategy "
                 "that shards states, by trainer_args"
+            )
+        if self.getStrategy() == "fsdp":
+            raise ValueError(
+                'strategy="fsdp" is for TorchEstimator: a LightningModule gives its weights to the '
+                "callbacks and checkpoints of Lightning as a whole"
             )
 
     def _refuse_other_passes(self) -> None:
@@ -160,12 +161,13 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
         return TorchModel
 
     def _create_framework_job(self, prepared: Prepared, backend: Backend) -> FrameworkTrainingJob:
-        require_row_for_each_process(self, backend.max_processes())
+        most = backend.max_processes()
+        require_row_for_each_process(self, most)
+        refuse_options_of_local_steps(self, backend.min_processes(), most)
         sampled = self._sample_columns(prepared, backend)
         fingerprint = self._fit_fingerprint(prepared, backend.num_processes(), {})
         is_plain, losses = self._lightning_package() is None, self._constructed_losses()
         tried = self._try_model(sampled)
-        most = backend.max_processes()
         job, objects, form = self._create_job(prepared, fingerprint, sampled, tried, losses, most)
         module, sizes = objects.module, None
         if is_plain:
@@ -174,7 +176,8 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
         if isinstance(objects.data_module, type | None):  # else its rows and batches are unknown
             changes = objects.transformation
             if is_plain:
-                try_unknown_losses(job, losses, module.model, changes, processes=most)
+                parts = 1 if job.loop.takes_local_steps else most
+                try_unknown_losses(job, losses, module.model, changes, processes=parts)
             else:
                 refuse_non_mean_training_step(job, module, changes, processes=most)
 

@@ -70,6 +70,7 @@ class LightningLoader:
         size: int = 1,
         passes: int = 1,
         counter: LabelCounter | None = None,
+        of_all: bool = True,
     ) -> None:
         self._source = source
         self._job = job
@@ -79,6 +80,7 @@ class LightningLoader:
         self._size = size
         self._passes = passes
         self._counter = counter
+        self._of_all = of_all
         self._read: dict[int, YieldedBatchRecord] = {}
         source.set_epoch_start(self._position)
         self.checked = False
@@ -180,4 +182,5 @@ class LightningLoader:
             step=self._position.steps,
             steps=steps,
             passes=self._passes,
+            of_all=self._of_all,
         )

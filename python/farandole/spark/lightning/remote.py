@@ -27,6 +27,10 @@ from farandole.spark import task
 from farandole.spark.common.runs.stop_request import StopCheck
 from farandole.spark.lightning.elastic import LightningRunProgress, LightningRunState
 from farandole.spark.lightning.lightning_loader import LightningLoader
+from farandole.spark.lightning.local_steps import (
+    local_steps_callback_class,
+    local_steps_strategy_class,
+)
 from farandole.spark.lightning.run_recorder import recorder_class
 from farandole.spark.torch.job import TorchTrainingResult
 from farandole.spark.torch.saving import state_bytes
@@ -142,6 +146,7 @@ def _train_in_world(
                 "accumulate_grad_batches", job.loop.backward_passes_per_step
             ),
             counter=counter,
+            of_all=not job.loop.takes_local_steps,
         )
         data = {"train_dataloaders": loader}
         if val_source is not None:
@@ -184,12 +189,16 @@ def _create_trainer(
     for logger in loggers:
         _redirect_logger_directory(logger, folder / "run" / job.store.logs_subdir)
     callbacks = [*objects.callbacks, watch]
+    strategy: Any = loss_scaling_strategy_class(job.package)
+    options = compression_hook_arguments(objects.compression)
+    if loop.takes_local_steps:
+        strategy, options = local_steps_strategy_class(strategy), {"sync_every": loop.sync_every}
+        # Before the callbacks that save the weights.
+        callbacks.insert(0, local_steps_callback_class(lightning.Callback)())
     arguments: dict[str, Any] = {
         "accelerator": "gpu" if device.type == "cuda" else "cpu",
         "devices": 1 if device.type == "cpu" else [device.index or 0],
-        "strategy": loss_scaling_strategy_class(job.package)(
-            watch, **compression_hook_arguments(objects.compression)
-        ),
+        "strategy": strategy(watch, **options),
         "max_epochs": loop.epochs,
         "max_steps": loop.max_steps or -1,
         "max_time": None if loop.max_time is None else {"seconds": loop.max_time},

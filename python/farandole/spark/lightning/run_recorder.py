@@ -122,6 +122,8 @@ class LightningRunRecorder:
         if loader is None:
             return loss
         rows = loader.yielded_batch_record(index).valid
+        if self.job.loop.takes_local_steps:
+            return loss * (1.0 if rows else 0.0)
         if self.job.loss_reduction == "sum":
             return loss * float(passes * self.size if rows else 0)
         first = index - index % passes

@@ -4,10 +4,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from farandole.common.counted_noun import format_counted_noun
 from farandole.spark.common.datamodule import resolve_data_module_class
 from farandole.spark.common.global_batch import learning_rate_factor, require_row_for_each_process
 from farandole.spark.common.runs.fingerprint import FingerprintPart
@@ -30,6 +33,7 @@ from farandole.spark.torch.saving.persistence import (
     TorchEstimatorParamsWritable,  # noqa: F401
     TorchEstimatorParamsWriter,  # noqa: F401
 )
+from farandole.spark.torch.sharding import driver_state
 from farandole.spark.torch.training.averaged_weights import fitted_weights
 from farandole.spark.torch.training.micro_batches import micro_batch_count
 from farandole.torch.optimizer import require_elementwise_optimizer
@@ -96,9 +100,12 @@ class TorchEstimator(TorchEstimatorBase):
         distributed_by = {
             f"sync_every={self.getSyncEvery()}": self.getSyncEvery() > 1,
             "shard_optimizer=True": self.getShardOptimizer(),
+            'strategy="fsdp"': self.getStrategy() == "fsdp",
         }
         if self.getEmaDecay() is not None and self.getTrainMinibatchFn() is not None:
             raise ValueError("ema_decay cannot be combined with train_minibatch_fn, which steps")
+        if self.getFsdpModules() is not None and self.getStrategy() != "fsdp":
+            raise ValueError('fsdp_modules needs strategy="fsdp"')
         chosen = [name for name, given in distributed_by.items() if given]
         if not chosen:
             return
@@ -116,8 +123,35 @@ class TorchEstimator(TorchEstimatorBase):
                 f"sync_every={self.getSyncEvery()} cannot be combined with ema_decay: processes "
                 "would average different weights"
             )
-        if self.getShardOptimizer():
+        if self.getShardOptimizer() or self.getStrategy() == "fsdp":
             require_elementwise_optimizer(self.getOptimizer())
+        if self.getStrategy() == "fsdp":
+            self._refuse_options_of_divided_models()
+
+    def _refuse_options_of_divided_models(self) -> None:
+        """Refuses options and models that FSDP cannot train."""
+        version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+        if version < driver_state.MIN_FSDP_TORCH:
+            least = ".".join(map(str, driver_state.MIN_FSDP_TORCH))
+            raise ValueError(
+                f'strategy="fsdp" needs torch {least} or newer, and this is {torch.__version__}'
+            )
+        if not self._store_as_filesystem().saving_runs():
+            raise ValueError(
+                'strategy="fsdp" keeps the parts of the model in the directory of the run, so the '
+                "store must save runs"
+            )
+        if self.getEmaDecay() is not None:
+            raise ValueError(
+                'strategy="fsdp" cannot be combined with ema_decay, whose average is a whole model'
+            )
+        if self.getCompile():
+            raise ValueError(
+                'strategy="fsdp" cannot be combined with compile=True: units are gathered by hooks'
+            )
+        model = self.getModel()
+        driver_checks.refuse_max_norm_embeddings(model, 2)
+        driver_state.check_shardable(model, self.getFsdpModules())
 
     def _refuse_options_of_micro_batches(self) -> None:
         """Refuses options that do not go with a global batch, or with parts of it."""
@@ -165,11 +199,7 @@ class TorchEstimator(TorchEstimatorBase):
         fingerprint = self._fit_fingerprint(prepared, processes, totals)
         most = backend.max_processes()
         require_row_for_each_process(self, most)
-        if self.getShardOptimizer() and most != processes:
-            raise ValueError(
-                "shard_optimizer=True needs a fixed number of processes: when one is lost, its "
-                f"part of the optimizer's states is lost; the backend has {processes} to {most}"
-            )
+        self._require_fixed_processes(backend.min_processes(), most)
         job, objects, losses, words = self._create_job(prepared, fingerprint, sampled, most)
         outputs = driver_checks.try_model(job, objects, losses, sampled.rows)
         if self.getDataModule() is None:
@@ -180,6 +210,9 @@ class TorchEstimator(TorchEstimatorBase):
 
         def load_result(trained: TorchTrainingResult) -> torch.nn.Module:
             state = state_bytes.unpack_state(trained.checkpoint)
+            if job.sharded is not None:
+                driver_state.load_trained_state(state, job, objects)
+                return objects.model
             objects.model.load_state_dict(fitted_weights(state))
             objects.optimizer.load_state_dict(state["optimizer"])
             return objects.model
@@ -193,6 +226,11 @@ class TorchEstimator(TorchEstimatorBase):
             load_result=load_result,
             create_example=lambda _model: driver_checks.model_example(job, sampled.rows, outputs),
             messages=words.messages,
+            hold_inputs=(
+                contextlib.nullcontext
+                if job.sharded is None
+                else partial(driver_state.hold_first_state, objects=objects)
+            ),
             output_words=[
                 describe_output_with_label(*one)
                 for one in zip(
@@ -208,6 +246,19 @@ class TorchEstimator(TorchEstimatorBase):
             ),
             model_params=self._model_params(job.call, job.inputs, words.output_form),
         )
+
+    def _require_fixed_processes(self, least: int, most: int) -> None:
+        """Refuses elastic backends where the loss of a process is the loss of its part."""
+        divided = {
+            "shard_optimizer=True": self.getShardOptimizer(),
+            'strategy="fsdp"': self.getStrategy() == "fsdp",
+        }
+        for option, given in divided.items():
+            if given and most != least:
+                raise ValueError(
+                    f"{option} needs a fixed number of processes: when one is lost, its part of "
+                    f"the state is lost; the backend has {least} to {most}"
+                )
 
     def _framework_fingerprint_parts(self) -> list[FingerprintPart]:
         what = "loss" if self.getLossConstructors() is None else "loss_constructors"
@@ -242,6 +293,9 @@ class TorchEstimator(TorchEstimatorBase):
             transformation="transformation_fn",
         )
         mine = state_bytes.unpickle_on_cpu(packed)
+        sharded = None
+        if self.getStrategy() == "fsdp":
+            sharded = driver_state.shard_objects(mine, self.getFsdpModules())
         losses = construct_losses(mine, model=mine.model, optimizer=mine.optimizer, rank=0, size=1)
         tried = try_model_call(
             self._model_call(sampled.inputs),
@@ -270,7 +324,8 @@ class TorchEstimator(TorchEstimatorBase):
             weights = [1.0, *[0.0] * (len(names) - 1)]
         job = TorchTrainingJob(
             **fields,
-            objects=packed,
+            objects=packed if sharded is None else b"",
+            sharded=sharded,
             inputs=tried.inputs,
             call=tried.call,
             labels=driver_checks.mark_class_index_lists(
@@ -280,4 +335,8 @@ class TorchEstimator(TorchEstimatorBase):
             own_loss=own,
             class_weights=self._class_weights(prepared, fields["data"], labels[0], losses[0]),
         )
-        return job, mine, losses, TrialFindings(tried.messages, form)
+        messages = tried.messages
+        if sharded is not None:
+            count = format_counted_noun(len(sharded.units) + 1, "part")
+            messages = (*messages, f"the model is gathered in {count} (fsdp_modules)")
+        return job, mine, losses, TrialFindings(messages, form)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from farandole.spark.torch.columns.model_calls import ModelCall
     from farandole.spark.torch.columns.model_losses import ModelLoss
     from farandole.spark.torch.params import TorchParams
+    from farandole.spark.torch.sharding.driver_state import ShardedObjects
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class TrainingLoopOptions:
     gradient_clip_norm: float | None
     sync_every: int
     shard_optimizer: bool
+    strategy: str
     ema_decay: float | None
     lr_scheduler_interval: str
     early_stopping: EarlyStopping | None
@@ -76,6 +78,11 @@ class TrainingLoopOptions:
     def takes_local_steps(self) -> bool:
         """Whether each process steps on its own gradients, and parameters are averaged."""
         return self.sync_every > 1
+
+    @property
+    def shards_model(self) -> bool:
+        """Whether parameters, gradients and states are divided among processes."""
+        return self.strategy == "fsdp"
 
     @classmethod
     def from_estimator(cls, estimator: TorchParams) -> Self:
@@ -101,6 +108,8 @@ class TorchTrainingJob(TrainingJob):
     class_weights: ClassWeights | None = None
     loss_reduction: str | None = None
     """The user's word for losses of an unknown form, see `columns.loss_terms`."""
+    sharded: ShardedObjects | None = None
+    """The user's objects without weights, in place of `objects`, if the model is divided."""
 
     @property
     def has_weights(self) -> bool:

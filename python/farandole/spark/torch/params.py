@@ -153,6 +153,20 @@ class TorchParams(EstimatorParams):
         argument_checks.check_boolean_flag,
         default=False,
     )
+    strategy: Parameter[str] = Parameter(
+        '`"ddp"`, with which each process has the whole model and gradients are averaged, or '
+        '`"fsdp"`, which divides parameters, gradients and states of the optimizer among processes '
+        "(FSDP2 of torch), for models larger than the memory of a process.",
+        argument_checks.make_choice_check("ddp", "fsdp"),
+        default="ddp",
+    )
+    fsdp_modules: Parameter[Sequence[str]] = Parameter(
+        'With `strategy="fsdp"`: classes or paths of the modules whose parameters are gathered '
+        'together, such as `["Block"]`. Without it, the blocks that a model of Hugging Face '
+        "declares, or else the entries of its `ModuleList` and `Sequential`.",
+        argument_checks.check_name_list,
+        default=None,
+    )
     ema_decay: Parameter[float] = Parameter(
         "Validates and returns weights that are averaged over the steps, with this share of the "
         "average kept in each step, such as 0.999.",

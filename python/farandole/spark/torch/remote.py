@@ -62,6 +62,7 @@ if TYPE_CHECKING:
         TorchUserObjects,
         TrainingLoopOptions,
     )
+    from farandole.spark.torch.sharding.sharded_run import ShardedRun
     from farandole.spark.torch.training.process_setup import BatchedSource
     from farandole.spark.torch.training.step_counts import StepLossDivisors
 
@@ -77,15 +78,37 @@ def train_rank(job: TorchTrainingJob) -> TorchTrainingResult | None:
     """
     hvd.init()
     try:
-        return _TorchTrainer(job).run()
+        if job.sharded is None:
+            return _TorchTrainer(job).run()
+        from farandole.spark.torch.sharding.sharded_run import (  # noqa: PLC0415 - FSDP is imported where it is used
+            ShardedRun,
+            hold_process_group,
+        )
+
+        with hold_process_group():
+            device = choose_rank_device(job.loop.use_gpu)
+            try:
+                return _TorchTrainer(job, ShardedRun(job, job.sharded, device)).run()
+            except RuntimeError as error:
+                if "DTensor" in str(error):
+                    error.add_note(UNGATHERED_WEIGHT_HINT)
+                raise
     finally:
         hvd.shutdown()
+
+
+UNGATHERED_WEIGHT_HINT = (
+    "The model uses the weights of a module without calling the module, so they are not gathered: "
+    "name the modules that it calls by fsdp_modules; with [], all weights are gathered together"
+)
 
 
 def _distribute_optimizer(
     loop: TrainingLoopOptions, objects: TorchUserObjects, model: torch.nn.Module
 ) -> Any:
     """Wraps the user's optimizer for the processes of the job."""
+    if loop.shards_model:
+        return objects.optimizer  # FSDP averages gradients
     if loop.takes_local_steps:
         return hvd.LocalSGD(objects.optimizer, model.named_parameters(), sync_every=loop.sync_every)
     return hvd.DistributedOptimizer(
@@ -102,14 +125,18 @@ class _TorchTrainer:
     stepper: OptimizerStepper
     """Made when the state that it begins with is known."""
 
-    def __init__(self, job: TorchTrainingJob) -> None:
-        self.job, self.loop = job, job.loop
+    def __init__(self, job: TorchTrainingJob, sharding: ShardedRun | None = None) -> None:
+        self.job, self.loop, self.sharding = job, job.loop, sharding
         self.size, self.rank = hvd.size(), hvd.rank()
         prepare_process(job.loop, self.rank)
         self.device = choose_rank_device(job.loop.use_gpu)
-        self.objects: TorchUserObjects = state_bytes.unpickle_on_cpu(job.objects)
+        if self.sharding is None:
+            self.objects: TorchUserObjects = state_bytes.unpickle_on_cpu(job.objects)
+            self.objects.model.to(self.device)
+        else:
+            self.objects = self.sharding.objects
         objects = self.objects
-        self.model: torch.nn.Module = objects.model.to(self.device)
+        self.model: torch.nn.Module = objects.model
         self.history: list[dict[str, Any]] = []
         self.optimizer: Any = _distribute_optimizer(job.loop, objects, self.model)
         decay = job.loop.ema_decay
@@ -149,15 +176,15 @@ class _TorchTrainer:
         self.losses = FiniteLossCheck(wanted=job.loop.terminate_on_nan, rank=self.rank)
         self.halt = StopCheck(job.store)
         self.has_entered = False
-        self.gathered_at: int | None = None
-        """Steps after which the states of the optimizer were gathered."""
+        self.collected_at: int | None = None
+        """Steps after which divided states were gathered or written."""
         self.announced_epoch: int | None = None
         """The epoch whose beginning was passed to callbacks."""
 
     def run(self) -> TorchTrainingResult | None:
         with contextlib.closing(self.halt):
             self.elastic_run.run_in_each_world(self._train_in_world)
-        self._gather_sharded_states()
+        self._collect_divided_states()
         return self.checkpoints.training_result(self._checkpoint_state, self.history)
 
     def _train_in_world(self) -> None:
@@ -208,7 +235,7 @@ class _TorchTrainer:
         """Divides the rows of a step among the processes of this world."""
         self.parts = micro_batch_count(self.job.data, self.size)
         self.batch_rows_at_least = min_batch_rows_for_norms(self.model)
-        if self.job.data.step_rows is not None:
+        if self.job.data.step_rows is not None and not self.loop.shards_model:
             self.optimizer.set_backward_passes_per_step(
                 self.parts * self.loop.backward_passes_per_step
             )
@@ -236,6 +263,8 @@ class _TorchTrainer:
 
     def _load_checkpoint(self) -> dict[str, Any]:
         """Loads the run's checkpoint into model and optimizer; returns the rest of it."""
+        if self.sharding is not None:
+            return self.sharding.load_state()
         if not self.loop.shard_optimizer:
             return self.checkpoints.load_checkpoint_on_all_ranks(self.model, self.optimizer)
         # Each process needs its part of all states, so all of them get all, for a moment.
@@ -245,11 +274,17 @@ class _TorchTrainer:
         plain.state.clear()
         return found
 
-    def _gather_sharded_states(self) -> None:
-        """Gathers the states of the optimizer on rank 0, for a checkpoint, once after a step."""
-        if self.loop.shard_optimizer and self.gathered_at != self.stepper.taken:
+    def _collect_divided_states(self) -> None:
+        """Writes the divided model, or gathers divided states of the optimizer on rank 0, for a
+        checkpoint, once after a step.
+        """
+        if self.collected_at == self.stepper.taken:
+            return
+        if self.sharding is not None:
+            self.sharding.write_parts()
+        elif self.loop.shard_optimizer:
             self.optimizer.consolidate_state_dict(to=0)
-            self.gathered_at = self.stepper.taken
+        self.collected_at = self.stepper.taken
 
     def _step_rows(self) -> int:
         """Returns the rows of a step of the optimizer: of a global batch, or of one process."""
@@ -308,8 +343,10 @@ class _TorchTrainer:
         if self.loop.lr_scheduler_interval == "epoch":
             self.stepper.step_scheduler(entry.get("validation", entry["train"])["loss"])
         self.callbacks.call_callbacks("on_epoch_end")
-        self._gather_sharded_states()
+        self._collect_divided_states()
         self.checkpoints.write_epoch_and_keep_best(self._checkpoint_state, self.history)
+        if self.sharding is not None:
+            self.sharding.delete_unused_parts()
         if self.rank == 0:
             speed = rows / max(reached.seconds, 1e-9)
             self.reporter.report_epoch(entry, reached.place.steps, speed)
@@ -445,7 +482,8 @@ class _TorchTrainer:
             for rows in source.iterate_epoch_batches(
                 epoch, self.job.data.val_steps or source.steps
             ):
-                if rows.valid:
+                # Each call of a divided model is a collective call.
+                if rows.valid or self.sharding is not None:
                     scores.add_batch(*self.batches.forward_with_losses(rows), rows.valid)
         return scores.global_scores()
 
@@ -501,6 +539,10 @@ class _TorchTrainer:
     def _checkpoint_state(self) -> dict[str, Any]:
         rate_rows = self.elastic_run.reached.rate_rows
         averaged = {} if self.average is None else self.average.checkpoint_state()
+        progress = {"history": self.history, "rate_rows": rate_rows}
+        if self.sharding is not None:
+            divided = self.sharding.checkpoint_state(self._rate_factor(rate_rows))
+            return divided | progress | self.stepper.checkpoint_state()
         optimizer = state_bytes.single_process_optimizer_state(
             self.optimizer, self._rate_factor(rate_rows)
         )
@@ -508,9 +550,8 @@ class _TorchTrainer:
             {
                 "model": self.model.state_dict(),
                 "optimizer": optimizer,
-                "history": self.history,
-                "rate_rows": rate_rows,
             }
+            | progress
             | self.stepper.checkpoint_state()
             | averaged
         )

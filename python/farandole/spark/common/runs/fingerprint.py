@@ -43,12 +43,14 @@ RESULT_PARAMS = frozenset(
         "gradient_compression", "callbacks", "fill", "categories", "ragged", "validation_stratify",
         "validation_group", "validation_time", "transformation_fn", "transformation_edit_fields",
         "transformation_removed_fields", "train_minibatch_fn", "data_module", "precision",
-        "gradient_clip_norm", "sync_every", "shard_optimizer", "ema_decay",
+        "gradient_clip_norm", "sync_every", "shard_optimizer", "strategy", "ema_decay",
         "lr_scheduler", "lr_scheduler_interval", "best_checkpoint", "deterministic", "trainer_args",
         "checkpoint_callback",
     }
 )  # fmt: skip
 """Parameters that decide the result: another value makes another run."""
+_DEFAULTS_WITHOUT_PART = {"strategy": "ddp"}
+"""Defaults of parameters that earlier versions did not have, whose runs have no such part."""
 LENGTH_PARAMS = frozenset({"epochs", "max_steps", "max_time", "early_stopping"})
 """Parameters that say when a run ends: a run may continue for longer, and each fit of a tuner
 has its own.
@@ -260,7 +262,7 @@ def parameter_parts(
             }
         elif name == "checkpoint_callback" and value is not None:
             value = [type(value).__name__, getattr(value, "monitor", None)]
-        if value not in (None, [], {}):
+        if value not in (None, [], {}, _DEFAULTS_WITHOUT_PART.get(name)):
             found.append(FingerprintPart.from_value(name, value))
     return found
 

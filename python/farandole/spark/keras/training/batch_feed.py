@@ -63,6 +63,8 @@ class BatchFeed:
         )
         self.leaves_out = ends and source.has_idle_ranks
         """Whether some processes have no row in some steps."""
+        if job.takes_local_steps:
+            self.shares = trains and self.leaves_out
         self.uncounted = source.idle_steps(steps) if self.leaves_out else []
         """The steps in which this process has none."""
         self._job = job
@@ -117,6 +119,8 @@ class BatchFeed:
         passes.
         """
         size = basics.size()
+        if self._job.takes_local_steps:
+            return 1.0 if rows.valid else 0.0
         if self._job.loss_reduction == "sum":
             return float(size * self._job.passes if rows.valid else 0)
         if self._job.loss_reduction == "per_batch":

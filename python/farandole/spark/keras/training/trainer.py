@@ -48,6 +48,7 @@ from farandole.spark.keras.training.elastic import (
     PartialFitCallbackList,
 )
 from farandole.spark.keras.training.learning_rate import ScaledLearningRate
+from farandole.spark.keras.training.local_steps import AverageWeightsCallback
 from farandole.spark.keras.training.loss_counts import compute_losses_as_parts
 from farandole.spark.keras.training.run_publisher import (
     RunPublisher,
@@ -193,7 +194,8 @@ class KerasTrainer:
         _build_before_first_batch(model, (x, y) if weights is None else (x, y, weights))
         self.first_rate = ScaledLearningRate(model.optimizer, 1).initial_rate()
         compression = objects.compression or hvd.Compression.none
-        model.optimizer = hvd.DistributedOptimizer(model.optimizer, compression=compression)
+        if not job.takes_local_steps:
+            model.optimizer = hvd.DistributedOptimizer(model.optimizer, compression=compression)
         model.jit_compile = model.jit_compile  # asked again, now that the optimizer is another one
         self.rate = ScaledLearningRate(model.optimizer, 1)
         share = scale_steps_by_share(
@@ -205,6 +207,8 @@ class KerasTrainer:
         )
         if job.counts_losses:
             compute_losses_as_parts(model, share, job.added_losses, sums_outputs=job.sums_outputs)
+        if job.takes_local_steps:
+            model.steps_per_execution = 1
         if self.train.leaves_out or self.moves or (self.val is not None and self.val.leaves_out):
             model.steps_per_execution = 1
         return model
@@ -260,6 +264,8 @@ class KerasTrainer:
         callbacks: list[Any] = [
             GlobalScoresCallback(validates=self.val is None or self.val.validates)
         ]
+        if self.job.takes_local_steps:
+            callbacks.insert(0, AverageWeightsCallback(self.job.sync_every))
         if self.job.terminate_on_nan and not any(
             _is_nan_terminator(one) for one in self.objects.callbacks
         ):

@@ -57,11 +57,14 @@ def _safetensors_functions() -> Any:
     )
 
 
-def dump_tensors(tensors: Mapping[str, torch.Tensor]) -> bytes:
+def dump_tensors(
+    tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None
+) -> bytes:
     """Returns tensors as bytes.
 
     Args:
         tensors: tensors by name for which `can_store_as_safetensors` returns true.
+        metadata: text by name in the header of the bytes.
     """
     save = _safetensors_functions().save
     plain: dict[str, torch.Tensor] = {}
@@ -72,7 +75,7 @@ def dump_tensors(tensors: Mapping[str, torch.Tensor]) -> bytes:
         # The library refuses tensors that share memory, such as tied weights.
         plain[name] = one.clone() if place in places else one
         places.add(place)
-    return save(plain)
+    return save(plain, metadata)
 
 
 def load_tensors(data: bytes) -> dict[str, torch.Tensor]:

@@ -61,7 +61,8 @@ class OptimizerStepper:
         self.taken = 0
         self._rate_factor = factor
         self._clip = loop.gradient_clip_norm
-        self._is_local = loop.takes_local_steps
+        # FSDP reduces gradients in backward passes.
+        self._has_own_gradients = loop.takes_local_steps or loop.shards_model
         self._is_sharded = loop.shard_optimizer
         self._device = device
         self._dtype = AUTOCAST_DTYPES[loop.precision]
@@ -101,7 +102,7 @@ class OptimizerStepper:
     def take_step(self) -> None:
         """Reduces gradients over processes and takes the optimizer's step."""
         self.taken += 1
-        if self._is_local:
+        if self._has_own_gradients:
             if self._clip is not None:
                 torch.nn.utils.clip_grad_norm_(self._present_gradients(), self._clip)
             with self.meter.measure_reduction():  # most of it, whenever parameters are averaged
