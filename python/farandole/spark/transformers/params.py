@@ -17,6 +17,16 @@ if TYPE_CHECKING:
     import torch
 
 
+ROW_CLASS_PARAMS = (
+    "predictionCol",
+    "rawPredictionCol",
+    "labelIndexCol",
+    "thresholds",
+    "class_names",
+)
+"""Parameters of a classifier of rows that have no meaning for words and for generated texts."""
+
+
 def _check_lora(name: str, value: Any) -> Any:
     """Returns the rank of adapters, or a `LoraConfig` of PEFT."""
     if find_spec("peft") is None:
