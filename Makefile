@@ -10,7 +10,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 # Spark's Python workers use this environment.
 export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 
-.PHONY: demo test test-jobs test-rest test-timing flaky test-spark test-storage test-launch test-scale test-trust trust-soaks trust-rest test-ray chaos packages tensorflow-ops test-faults test-parity test-readers test-clients test-newest test-torch loom fuzz sanitize lint bench gpu-check shim viewer test-ui screenshots wheel install bytecode tools deny docs links size release release-again clean
+.PHONY: demo test test-jobs test-rest test-timing flaky test-spark test-storage test-launch test-scale test-trust trust-soaks trust-rest test-ray chaos packages tensorflow-ops test-faults test-parity test-readers test-clients test-newest test-torch test-models loom fuzz sanitize lint bench gpu-check shim viewer test-ui screenshots wheel install bytecode tools deny docs links size release release-again clean
 
 # Packages that the wheel is built and used with. In a new environment, `make demo` installs only
 # those that it needs. All other targets install all.
@@ -25,7 +25,7 @@ demo: install
 
 # JVMs of tests live for seconds. The JIT's C2 compiler costs more processor time than it saves in
 # such short runs (one short session: 24 s of processor time with it, 14 s without).
-test test-spark: export JAVA_TOOL_OPTIONS := -XX:TieredStopAtLevel=1 -XX:+UseSerialGC
+test test-spark test-models: export JAVA_TOOL_OPTIONS := -XX:TieredStopAtLevel=1 -XX:+UseSerialGC
 
 # Deadlines are short and machines are shared, so a failed test runs once more, with a message.
 # Python tests spend half of their time waiting, so two halves run in parallel. The output of each
@@ -228,6 +228,14 @@ test-torch: bytecode .tools/torch-2.6/ready
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(@D)/bin/python "torch==$*.*"
 	echo "import site; site.addsitedir('`echo $(CURDIR)/$(VENV)/lib/python*/site-packages`')" > `echo $(@D)/lib/python*/site-packages`/shared.pth
 	touch $@
+
+# Estimators on checkpoints of text and of images, and the ways to predict with a fitted model: all
+# their tests, also the slow ones. At most half an hour.
+MODEL_KINDS := text_*.py token_classifier.py causal_*.py image_*.py torch_transformers.py torch_own_loss.py torch_model_calls.py
+SERVING := host_weights.py model_functions.py exported_program.py exporting_page.py models_from_mlflow.py mlflow_models.py onnx_*.py
+MODEL_TESTS = $(wildcard $(foreach directory,single spark parity,$(addprefix tests/$(directory)/test_,$(MODEL_KINDS) $(SERVING))))
+test-models: bytecode
+	$(BIN)/python -m pytest $(MODEL_TESTS) -m "slow or not slow" --reruns 1 --durations=20
 
 # The tests of one package on its newest version, also if that is a release candidate: make
 # test-newest PACKAGE=optuna. All other packages are those of the main environment.

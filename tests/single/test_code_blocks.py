@@ -44,7 +44,10 @@ EXECUTED: Final[dict[tuple[str, str], dict[str, set[int]]]] = {
         "tests/single/test_models_from_mlflow.py": {4},
     },
     ("docs/spark/torch.md", "python"): {"tests/spark/test_pages.py": {0}},
-    ("docs/spark/transformers.md", "python"): {"tests/spark/test_text_estimators.py": {0, 2, 3}},
+    ("docs/spark/transformers.md", "python"): {
+        "tests/spark/test_text_estimators.py": {0, 2, 3},
+        "tests/spark/test_causal_language_model.py": {4, 5},
+    },
     ("docs/spark/vision.md", "python"): {"tests/spark/test_image_estimators.py": {0, 1, 2}},
     ("docs/start/index.md", "python"): {
         "tests/parallel/test_guide_pages.py": {0},

@@ -26,6 +26,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForTokenClassification
 
 from farandole.spark.common import LocalBackend
+from farandole.spark.common.model import column_function
 from farandole.spark.transformers import TokenClassifier, TokenClassifierModel
 from farandole.spark.transformers.tokenization import PADDING_TOKEN
 from farandole.spark.transformers.word_tokenization import WordTokenization, mark_word_beginnings
@@ -175,6 +176,25 @@ def test_a_classifier_of_words_learns_and_transformers_reads_it(checkpoint, tmp_
         fitted.save_adapter(tmp_path / "adapter")
         config = peft.PeftConfig.from_pretrained(tmp_path / "adapter")
         assert config.task_type == "TOKEN_CLS"
+
+
+def test_a_model_of_words_is_a_function_of_columns(checkpoint, tmp_path, monkeypatch):
+    fitted = make_token_classifier(checkpoint, tmp_path).fit(make_sentences(32))
+    found = {}
+    session = SimpleNamespace(udf=SimpleNamespace(register=found.__setitem__))
+    monkeypatch.setattr(column_function, "make_column_function", lambda *made: made)
+    words = [["good", "film"], ["awful"]]
+    labels, shares = predict_labels(fitted, words)
+    fitted.register(session, "tag")
+    (prediction, kinds), column = found["tag"], pa.array(words)
+    assert [kind.simpleString() for kind in kinds] == ["array<string>", "array<float>"]
+    tagged = prediction.predict_arrays(column)
+    assert tagged.field("tags__predicted").to_pylist() == labels
+    assert tagged.field("tags__probability").to_pylist() == shares
+    fitted.register(session, "label", "tags__predicted")
+    assert found["label"][0].predict_arrays(column).to_pylist() == labels
+    with pytest.raises(ValueError, match="the model has no output column 'tags__output': tags__pr"):
+        fitted.register(session, "label", "tags__output")
 
 
 def test_two_processes_train_what_one_trains(checkpoint, tmp_path):

@@ -418,7 +418,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorHooks, Estimator[Any]):
         if self.getNumProc() is not None and self.getBackend() is not None:
             raise ValueError('At most one of parameters "backend" and "num_proc" may be specified')
         both = sorted(set(self._column_roles().features) & set(self.getLabelCols()))
-        if both:
+        if both and not self._learns_features:
             raise ValueError(f"a column is both a feature and a label: {', '.join(both)}")
         if not self._store_as_filesystem().saving_runs():
             self._refuse_options_that_need_runs()

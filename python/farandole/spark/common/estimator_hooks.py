@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from farandole.spark.common.backend import CurrentStandardStream, SparkBackend
 from farandole.spark.common.params import EstimatorParams
@@ -22,6 +22,9 @@ class EstimatorHooks(EstimatorParams):
     optimizer (not in Keras's), run id, metadata, and in Keras's the type of floats. It returns the
     arguments of the class that `get_model_class` returns.
     """
+
+    _learns_features: ClassVar[bool] = False
+    """Whether a feature may be a label, too, as the text of a language model is."""
 
     def get_model_class(self) -> type[Any]:
         """Returns the class of the fitted model; called when the training has ended."""

@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Pretrained models of Hugging Face on Spark: a checkpoint and a column of text make an estimator.
 
-`TextClassifier`, `TextRegressor` and `TokenClassifier` fine-tune a checkpoint on a DataFrame,
-`TextEmbedder` adds embeddings to one. Names are loaded when first used, so that a training process
-never imports pyspark.
+`TextClassifier`, `TextRegressor`, `TokenClassifier` and `CausalLanguageModel` fine-tune a
+checkpoint on a DataFrame, `TextEmbedder` and `TextGenerator` add embeddings and texts to one. Names
+are loaded when first used, so that a training process never imports pyspark.
 """
 
 from importlib import import_module
@@ -19,6 +19,8 @@ if find_spec("transformers") is None:
     )
 
 if TYPE_CHECKING:
+    from farandole.spark.transformers.causal_estimator import CausalLanguageModel
+    from farandole.spark.transformers.causal_model import TextGenerator
     from farandole.spark.transformers.embedder import TextEmbedder
     from farandole.spark.transformers.estimator import TextClassifier, TextRegressor
     from farandole.spark.transformers.model import TextClassifierModel, TextRegressorModel
@@ -26,9 +28,11 @@ if TYPE_CHECKING:
     from farandole.spark.transformers.token_model import TokenClassifierModel
 
 _MODULE_BY_NAME = {
+    "CausalLanguageModel": "causal_estimator",
     "TextClassifier": "estimator",
     "TextClassifierModel": "model",
     "TextEmbedder": "embedder",
+    "TextGenerator": "causal_model",
     "TextRegressor": "estimator",
     "TextRegressorModel": "model",
     "TokenClassifier": "token_estimator",
@@ -36,9 +40,11 @@ _MODULE_BY_NAME = {
 }
 
 __all__ = [
+    "CausalLanguageModel",
     "TextClassifier",
     "TextClassifierModel",
     "TextEmbedder",
+    "TextGenerator",
     "TextRegressor",
     "TextRegressorModel",
     "TokenClassifier",

@@ -4,21 +4,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import transformers
 
 from farandole.common import argument_checks
 from farandole.spark.common.model.output_columns import ModelOutput
 from farandole.spark.common.parameter import Parameter
-from farandole.spark.transformers.checkpoint import open_checkpoint
-from farandole.spark.transformers.model import TextModel
+from farandole.spark.transformers.model import CheckpointTextModel
 from farandole.spark.transformers.networks import TextEmbeddingNetwork
 from farandole.spark.transformers.tokenization import TextTokenization
 
 if TYPE_CHECKING:
-    import os
-
     from pyspark.sql import DataFrame
 
     from farandole.spark.transformers.checkpoint import TextCheckpoint
@@ -27,7 +24,7 @@ _OWN_PARAMS = ("feature_columns", "label_columns", "outputCols", "outputs", "inp
 """Parameters whose values follow from the checkpoint and the columns."""
 
 
-class TextEmbedder(TextModel):
+class TextEmbedder(CheckpointTextModel):
     """A model that adds a vector for each text, which a checkpoint computes.
 
         TextEmbedder(checkpoint="/models/bert", text_col="review").transform(df)
@@ -51,8 +48,6 @@ class TextEmbedder(TextModel):
 
     _network_class = transformers.AutoModel
     _uses_pooler = False
-    _opened_with = cast("Any", None)
-    """Checkpoint and `max_length` at the time when the checkpoint was read."""
 
     def use_checkpoint(self, checkpoint: TextCheckpoint) -> None:
         """Like `TextModel.use_checkpoint`.
@@ -69,29 +64,6 @@ class TextEmbedder(TextModel):
                 f"({checkpoint.config.model_type}): embeddings need an encoder alone"
             )
         super().use_checkpoint(checkpoint)
-
-    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Like `TextModel.save_pretrained`. It reads the checkpoint if no `transform` has.
-
-        Args:
-            directory: as there.
-
-        Raises:
-            ValueError: there is no checkpoint.
-        """
-        self._open_changed_checkpoint()
-        super().save_pretrained(directory)
-
-    def _open_changed_checkpoint(self) -> None:
-        """Reads the checkpoint unless its network is here."""
-        given = self.getCheckpoint(), self.getMaxLength()
-        if self.getCheckpoint() is None:
-            if self.getModel() is None:
-                raise ValueError("checkpoint is required")
-        elif self.getModel() is None or self._opened_with != given:
-            with open_checkpoint(self.getCheckpoint()) as checkpoint:
-                self.use_checkpoint(checkpoint)
-            self._opened_with = given
 
     def _wrap_network(self, network: Any, padding_id: int) -> TextEmbeddingNetwork:
         pooling, normalize = self.getPooling(), self.getNormalize()

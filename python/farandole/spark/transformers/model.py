@@ -230,6 +230,36 @@ class TextModel(TextColumnParams, FineTunedModel):
         )
 
 
+class CheckpointTextModel(TextModel):
+    """The base of models that a checkpoint makes without training, at the first `transform`."""
+
+    _opened_with = cast("Any", None)
+    """Checkpoint and `max_length` at the time when the checkpoint was read."""
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Like `TextModel.save_pretrained`. It reads the checkpoint if no `transform` has.
+
+        Args:
+            directory: as there.
+
+        Raises:
+            ValueError: there is no checkpoint.
+        """
+        self._open_changed_checkpoint()
+        super().save_pretrained(directory)
+
+    def _open_changed_checkpoint(self) -> None:
+        """Reads the checkpoint unless its network is here."""
+        given = self.getCheckpoint(), self.getMaxLength()
+        if self.getCheckpoint() is None:
+            if self.getModel() is None:
+                raise ValueError("checkpoint is required")
+        elif self.getModel() is None or self._opened_with != given:
+            with open_checkpoint(self.getCheckpoint()) as checkpoint:
+                self.use_checkpoint(checkpoint)
+            self._opened_with = given
+
+
 class TextClassifierModel(TextModel):
     """A fitted `TextClassifier`: `transform` adds logits, probabilities and names of classes."""
 

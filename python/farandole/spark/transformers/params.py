@@ -11,6 +11,15 @@ from farandole.spark.common.parameter import DeclaredParams, Parameter
 from farandole.spark.torch.fine_tuning import FineTuningParams
 from farandole.spark.transformers.checkpoint import check_checkpoint
 
+ROW_CLASS_PARAMS = (
+    "predictionCol",
+    "rawPredictionCol",
+    "labelIndexCol",
+    "thresholds",
+    "class_names",
+)
+"""Parameters of a classifier of rows that have no meaning for words and for generated texts."""
+
 
 class TextColumnParams(DeclaredParams):
     """The parameters of everything that takes a checkpoint and a column of text."""

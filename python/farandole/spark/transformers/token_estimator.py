@@ -13,8 +13,8 @@ import transformers
 
 from farandole.spark.transformers.estimator import TextEstimator
 from farandole.spark.transformers.networks import TokenNetwork
+from farandole.spark.transformers.params import ROW_CLASS_PARAMS
 from farandole.spark.transformers.token_model import (
-    UNUSED_PARAMS,
     TokenClassifierModel,
     create_word_tokenization,
 )
@@ -59,7 +59,7 @@ class TokenClassifier(TextEstimator):
 
     def _fit(self, dataset: Any) -> Any:
         self._check_required_params()
-        for name in (*UNUSED_PARAMS, "sample_weight_col", "class_weight", "fill"):
+        for name in (*ROW_CLASS_PARAMS, "sample_weight_col", "class_weight", "fill"):
             if self.getOrDefault(name) is not None:
                 raise ValueError(f"{name} cannot be set: a row has many words and labels")
         if getattr(dataset, "isStreaming", False):

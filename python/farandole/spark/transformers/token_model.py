@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import transformers
-from pyspark.sql.types import ArrayType, FloatType, StringType
+from pyspark.sql.types import ArrayType, DataType, FloatType, StringType
 
 from farandole.data.lazy_pyarrow import pa
 from farandole.spark.common.model.output_columns import add_predictions
 from farandole.spark.torch.predict import TorchPredictor
-from farandole.spark.transformers.model import TextModel, create_tokenization
+from farandole.spark.transformers.model import create_tokenization
 from farandole.spark.transformers.networks import TokenNetwork
+from farandole.spark.transformers.params import ROW_CLASS_PARAMS
+from farandole.spark.transformers.text_functions import TextFunctionModel
 from farandole.spark.transformers.word_columns import check_word_type
 from farandole.spark.transformers.word_tokenization import WordTokenization, mark_word_beginnings
 
@@ -26,9 +28,6 @@ if TYPE_CHECKING:
 
     from farandole.spark.transformers.checkpoint import TextCheckpoint
     from farandole.spark.transformers.params import TextColumnParams
-
-UNUSED_PARAMS = ("predictionCol", "rawPredictionCol", "labelIndexCol", "thresholds", "class_names")
-"""Parameters of a classifier of rows that have no meaning for words."""
 
 
 def create_word_tokenization(
@@ -117,7 +116,7 @@ class TokenPredictor(TorchPredictor):
             shares[start + row][word] = probabilities[row, number, token]
 
 
-class TokenClassifierModel(TextModel):
+class TokenClassifierModel(TextFunctionModel):
     """A fitted `TokenClassifier`: `transform` adds a list of labels, one per word, and a list of
     their probabilities.
     """
@@ -135,18 +134,22 @@ class TokenClassifierModel(TextModel):
     def _transform(self, dataset: DataFrame) -> DataFrame:
         self._check_feature_columns(dataset, raw=True)
         check_word_type(dataset.schema[self.getTextCol()].dataType, self.getTextCol())
-        for name in UNUSED_PARAMS[:-1]:
+        for name in ROW_CLASS_PARAMS[:-1]:
             if self.getOrDefault(name) is not None:
                 raise ValueError(f"{name} cannot be set: a row has many labels")
-        names = [self.getPredictedLabelCol(), self.getProbabilityCol()]
-        taken = [name for name in names if name in dataset.columns]
+        added = self._added_columns()
+        taken = [name for name in added if name in dataset.columns]
         if taken:
             raise ValueError(f"the DataFrame already has an output column: {', '.join(taken)}")
         self._explain_slow_first_prediction(dataset.sparkSession)
-        kinds = [ArrayType(StringType()), ArrayType(FloatType())]
-        return add_predictions(
-            dataset, names, kinds, self._create_predictor(dataset).predict_batches
-        )
+        predict = self._create_predictor(dataset).predict_batches
+        return add_predictions(dataset, list(added), list(added.values()), predict)
+
+    def _added_columns(self) -> dict[str, DataType]:
+        return {
+            self.getPredictedLabelCol(): ArrayType(StringType()),
+            self.getProbabilityCol(): ArrayType(FloatType()),
+        }
 
     def _create_predictor(self, dataset: DataFrame) -> TokenPredictor:
         return TokenPredictor(**vars(super()._create_predictor(dataset)))

@@ -87,18 +87,22 @@ class TextTokenization:
             ValueError: a text is null.
             TypeError: a text is no string.
         """
-        for text in texts:
-            if text is None:
-                raise ValueError(f"text column {self.text_col!r} has a null: fill replaces nulls")
-            if not isinstance(text, str):
-                raise TypeError(
-                    f"text column {self.text_col!r} has values of type {type(text).__name__}, "
-                    "which are not strings"
-                )
+        self._check_texts(texts, self.text_col)
         encodings = self._truncating_tokenizer.encode_batch_fast(texts)
         self.counts.texts += len(texts)
         self.counts.truncated += sum(bool(one.overflowing) for one in encodings)
         return self._stack_tokens([one.ids for one in encodings])
+
+    def _check_texts(self, texts: list[Any], column: str) -> None:
+        """Refuses texts that are null, or no strings."""
+        for text in texts:
+            if text is None:
+                raise ValueError(f"text column {column!r} has a null: fill replaces nulls")
+            if not isinstance(text, str):
+                raise TypeError(
+                    f"text column {column!r} has values of type {type(text).__name__}, "
+                    "which are not strings"
+                )
 
     def _stack_tokens(self, rows: list[list[int]]) -> npt.NDArray[np.int64]:
         """Returns rows of tokens as one array, (rows, tokens)."""
