@@ -67,7 +67,7 @@ def test_options_that_divide_rows_otherwise_are_refused(options, words, gangs, t
 def test_a_schedule_of_other_passes_is_refused(gangs, tmp_path):
     scheduler = lightning.pytorch.callbacks.GradientAccumulationScheduler({1: 2})
     path = write(tmp_path)[0]
-    with pytest.raises(ValueError, match="other numbers by epoch: {1: 2}"):
+    with pytest.raises(ValueError, match=r"other numbers by epoch: \{.*1: 2"):
         fit(LightningEstimator, gangs(2), tmp_path, path, callbacks=[scheduler])
 
 

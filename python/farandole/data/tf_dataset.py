@@ -36,7 +36,7 @@ def tf_dataset(loader: ParquetLoader) -> Any:
     if loader.framework != "numpy":
         raise ValueError(f'as_tf_dataset needs a loader with framework="numpy": {loader.framework}')
     signature, lists = loader.signature(), loader._nested_columns()  # noqa: SLF001 - internal to this package
-    has_factors = isinstance(loader, GlobalBatchLoader)
+    global_loader = loader if isinstance(loader, GlobalBatchLoader) else None
     rows = loader.batch_size if loader.tail in ("pad", "drop_last", "drop") else None
 
     def iterate_batches() -> Iterator[Any]:
@@ -45,7 +45,7 @@ def tf_dataset(loader: ParquetLoader) -> Any:
                 name: to_ragged_tensor(values) if name in lists else values
                 for name, values in batch.items()
             }
-            yield (tensors, loader.loss_factor) if has_factors else tensors
+            yield tensors if global_loader is None else (tensors, global_loader.loss_factor)
 
     def to_ragged_tensor(rows: Jagged) -> Any:
         made: Any = tf.RaggedTensor  # whose stubs lack its constructors
@@ -62,5 +62,5 @@ def tf_dataset(loader: ParquetLoader) -> Any:
     }
     pair = (specs, tf.TensorSpec((), tf.float32))
     return tf.data.Dataset.from_generator(
-        iterate_batches, output_signature=pair if has_factors else specs
+        iterate_batches, output_signature=specs if global_loader is None else pair
     ).prefetch(1)

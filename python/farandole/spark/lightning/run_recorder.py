@@ -173,8 +173,8 @@ class LightningRunRecorder:
         passes = self.job.loop.backward_passes_per_step
         if self.job.data.step_rows is not None and trainer.accumulate_grad_batches != passes:
             raise ValueError(
-                f"global_batch_size is divided by backward_passes_per_step={passes}, and a callback "
-                f"has set accumulate_grad_batches: {trainer.accumulate_grad_batches}"
+                f"global_batch_size is divided by backward_passes_per_step={passes}, and a "
+                f"callback has set accumulate_grad_batches: {trainer.accumulate_grad_batches}"
             )
         self.meter.mark_rows_read()
         self._begin_batch(trainer, "train", index)

@@ -112,8 +112,8 @@ class FarandoleGroup(dist.ProcessGroup):
         store = PrefixStore(f"{name}/", self.get_group_store())
         device_names = [device.type for device in device_types or []] or self._devices
         group = self._create_member_group(backend, store, device_names)
-        group._set_group_name(name)
-        group._set_group_desc(group_desc or "undefined")
+        group._set_group_name(name)  # noqa: SLF001 - torch's name
+        group._set_group_desc(group_desc or "undefined")  # noqa: SLF001 - torch's name
         return group
 
     def _create_member_group(
