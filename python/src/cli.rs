@@ -106,6 +106,26 @@ impl EmbeddingInterpreter for EmbeddingPythonInterpreter {
         })
     }
 
+    fn open_volume(
+        &self,
+        path: &str,
+        options: &BTreeMap<String, String>,
+    ) -> Result<Option<String>, String> {
+        Python::attach(|py| {
+            let opened = py
+                .import("farandole.stores.unity_volumes")
+                .and_then(|module| module.call_method1("open_volume_url", (path, options)))
+                .and_then(|url| url.extract());
+            opened.map_err(|error| {
+                let message = error.value(py).to_string();
+                if !error.is_instance_of::<PyException>(py) {
+                    self.note_exception(py, error);
+                }
+                message
+            })
+        })
+    }
+
     fn open_viewer(&self, options: &JobViewerOptions<'_>) -> Result<Arc<dyn JobViewer>, String> {
         let JobViewerOptions { shows_run, store, metrics_address, name, ranks } = *options;
         Python::attach(|py| {

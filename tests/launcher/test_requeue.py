@@ -157,8 +157,13 @@ def test_a_job_is_requeued_a_limited_number_of_times(job: Job) -> None:
     run = job.start()
     job.suspend()
     assert run.wait() == 1, run.err.read_text()
-    assert "job 7 could not be requeued: it was started 101 times already" in run.err.read_text()
+    reason = "job 7 could not be requeued: it has had 100 requeues, and --max-requeues is 100"
+    assert reason in run.err.read_text()
     assert job.slurm.requeued() == []
+    run = job.start("--max-requeues", "101")
+    job.suspend()
+    assert run.wait() == 75, run.err.read_text()
+    assert job.slurm.requeued() == ["7"]
 
 
 def test_an_element_of_an_array_is_requeued_without_the_others(job: Job) -> None:

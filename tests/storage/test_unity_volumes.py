@@ -6,10 +6,13 @@ expire, and are revoked, while a fit uses them.
 
 from __future__ import annotations
 
+import json
 import pickle
+import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from typing import TYPE_CHECKING, Any
 
 import boto3
@@ -19,13 +22,17 @@ import pyarrow.parquet as pq
 import pytest
 from tests.pages import blocks_of
 from tests.storage.conftest import KEY_LIFE_SECONDS
+from tests.ui.conftest import write_run
 from tests.unity_catalog_server import TOKEN
 
+import farandole.ui
 from farandole._native import store as native
 from farandole.data import ParquetLoader, prepare_data
 from farandole.spark.common import LocalBackend, Store
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.storage.credential_front import CredentialFront
     from tests.unity_catalog_server import UnityCatalogServer
 
@@ -248,3 +255,61 @@ def test_a_volume_that_is_not_there_or_not_allowed_is_named(
     catalog.volumes[NAME]["storage_location"] = "file:///etc/volume"
     with pytest.raises(ValueError, match="location that is not read: 'file:///etc/volume'"):
         Store.create(f"uc://{NAME}/a")
+
+
+def test_the_commands_take_a_volume_by_name(
+    volume: str, catalog: UnityCatalogServer, front: CredentialFront, tmp_path: Path
+) -> None:
+    front.life = 3600.0
+    path = f"uc://{NAME}/farandole"
+    write_run(tmp_path, "older", started=1000, ended=2000)
+    write_run(tmp_path, "newest", state="failed", reason="rank 1 on b was lost")
+    store = native.Store(Store.create(path).prefix_path)
+    for file in (file for file in tmp_path.rglob("*") if file.is_file()):
+        store.write(str(file.relative_to(tmp_path)), file.read_bytes())
+    program = [sys.executable, "-m", "farandole"]
+
+    def run_command(*arguments: str) -> str:
+        return subprocess.run(
+            [*program, *arguments], capture_output=True, text=True, timeout=60, check=True
+        ).stdout
+
+    lines = run_command("explain", path).splitlines()
+    assert lines[0].startswith(f"run:     {path}/runs/newest (failed")
+    assert lines[4].startswith(f"others:  {path}/runs/older (ended")
+    assert run_command("explain", f"{path}/runs/older").startswith("verdict: ")
+    assert "runs" in run_command("store", "ls", path)
+    with subprocess.Popen([*program, "ui", path], stdout=subprocess.PIPE, text=True) as command:
+        assert command.stdout is not None
+        link = command.stdout.readline().split()[4]
+        assert run_names(link) == {"newest", "older"}
+        command.send_signal(signal.SIGINT)
+        command.wait(20)
+    with farandole.ui.show(path) as viewer:
+        assert run_names(viewer.url) == {"newest", "older"}
+    refused = subprocess.run(
+        [*program, "store", "ls", "uc://main.default.other/a"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert refused.returncode == 1
+    assert "the volume main.default.other of Unity" in refused.stderr
+    options = ["--option", "access_key_id=x", "--option", "secret_access_key=env:DATABRICKS_TOKEN"]
+    refused = subprocess.run(
+        [*program, "explain", *options, path],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert refused.returncode == 1
+    assert f"cannot be given for the volume {NAME}" in refused.stderr
+    assert TOKEN not in refused.stderr
+
+
+def run_names(link: str) -> set[str]:
+    """Returns the names of the runs that a viewer lists."""
+    with urllib.request.urlopen(f"{link.partition('#')[0]}api/runs", timeout=10) as answer:
+        return {run["name"] for run in json.load(answer)["runs"]}

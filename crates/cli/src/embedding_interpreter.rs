@@ -40,6 +40,21 @@ pub trait EmbeddingInterpreter {
     /// A text about the exception, or that there is no such module.
     fn call_python_main(&self, module: &str, words: &[String]) -> Result<i32, String>;
 
+    /// Finds a volume of Unity Catalog that is not mounted, sets the credentials of its files for
+    /// all stores that are opened later, and returns the URL of a path in it; `None` for other
+    /// paths. `options` are further options, such as a region.
+    ///
+    /// # Errors
+    /// The reason why the volume cannot be used.
+    fn open_volume(
+        &self,
+        path: &str,
+        options: &BTreeMap<String, String>,
+    ) -> Result<Option<String>, String> {
+        let _ = (path, options);
+        Ok(None)
+    }
+
     /// Shows a job in the run viewer, and as metrics.
     ///
     /// # Errors

@@ -12,6 +12,7 @@ use clap::{Arg, ArgAction, ArgMatches, Command};
 use farandole::ui::{RunIdentity, explain_location};
 use farandole::world::format_counted_noun;
 
+use crate::embedding_interpreter::EmbeddingInterpreter;
 use crate::{store, ui};
 
 /// Other runs of a store that are listed by name.
@@ -37,10 +38,19 @@ pub(crate) fn build_command() -> Command {
 }
 
 /// Runs the command.
-pub(crate) fn run_explain(matches: &ArgMatches) -> Result<i32> {
+pub(crate) fn run_explain(
+    matches: &ArgMatches,
+    surroundings: &dyn EmbeddingInterpreter,
+) -> Result<i32> {
     let run = ui::absolute_location(matches.get_one::<String>("run").cloned().unwrap_or_default());
-    store::configure_stores(matches, std::slice::from_ref(&run))?;
-    let found = explain_location(&run)?;
+    let urls = store::configure_stores(matches, vec![run.clone()], surroundings)?;
+    let mut found = explain_location(&urls[0])?;
+    // A volume of Unity Catalog is named as the user names it, so that its paths can be used again.
+    for identity in std::iter::once(&mut found.run).chain(found.others.iter_mut().flatten()) {
+        if let Some(below) = identity.directory.strip_prefix(&urls[0]) {
+            identity.directory = format!("{run}{below}");
+        }
+    }
     let mut out = std::io::stdout();
     if matches.get_flag("json") {
         writeln!(out, "{}", serde_json::to_string(&found)?)?;

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::io::{BufRead, Write as _};
 use std::time::{Duration, SystemTime};
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result, anyhow, bail};
 use clap::builder::ArgPredicate;
 use clap::{Arg, ArgAction, ArgMatches, Command};
 use farandole::config::environment_variable;
@@ -15,6 +15,8 @@ use farandole::store::{
     BackendOptions, StaleData, Store, SweepLimits, configure_options, find_stale_data, is_free,
     sweep_stale_data,
 };
+
+use crate::embedding_interpreter::EmbeddingInterpreter;
 
 /// Returns the command line.
 pub(crate) fn build_command() -> Command {
@@ -222,8 +224,13 @@ fn parse_size(text: &str) -> Result<u64> {
     count.checked_mul(unit).with_context(|| format!("not a size: {text}"))
 }
 
-/// Sets the options of the command line for all stores that are opened later.
-pub(crate) fn configure_stores(matches: &ArgMatches, urls: &[String]) -> Result<()> {
+/// Sets the options of the command line for all stores that are opened later. Returns the URLs of
+/// the stores; for a volume of Unity Catalog, the URL of its location.
+pub(crate) fn configure_stores(
+    matches: &ArgMatches,
+    paths: Vec<String>,
+    surroundings: &dyn EmbeddingInterpreter,
+) -> Result<Vec<String>> {
     let given: Vec<(String, String)> =
         matches.get_many::<(String, String)>("option").unwrap_or_default().cloned().collect();
     for (key, _) in
@@ -237,18 +244,31 @@ pub(crate) fn configure_stores(matches: &ArgMatches, urls: &[String]) -> Result<
     }
     let file = matches.get_one::<String>("option-file").map(String::as_str);
     let options = read_storage_options(given, file, &mut std::io::stdin().lock())?;
-    if !options.is_empty() {
-        urls.iter().for_each(|url| configure_options(url, BackendOptions(options.clone())));
+    let mut urls = Vec::with_capacity(paths.len());
+    for path in paths {
+        if let Some(url) =
+            surroundings.open_volume(&path, &options).map_err(|reason| anyhow!(reason))?
+        {
+            urls.push(url);
+            continue;
+        }
+        if !options.is_empty() {
+            configure_options(&path, BackendOptions(options.clone()));
+        }
+        urls.push(path);
     }
-    Ok(())
+    Ok(urls)
 }
 
 /// Runs the command.
-pub(crate) fn run_store(matches: &ArgMatches) -> Result<i32> {
+pub(crate) fn run_store(
+    matches: &ArgMatches,
+    surroundings: &dyn EmbeddingInterpreter,
+) -> Result<i32> {
     let Some((action, matches)) = matches.subcommand() else { bail!("no such command") };
-    let url = matches.get_one::<String>("url").cloned().unwrap_or_default();
-    configure_stores(matches, std::slice::from_ref(&url))?;
-    let store = Store::open(&url)?;
+    let path = matches.get_one::<String>("url").cloned().unwrap_or_default();
+    let urls = configure_stores(matches, vec![path], surroundings)?;
+    let store = Store::open(&urls[0])?;
     let json = matches.get_flag("json");
     let rows = match action {
         "ls" => list_directory(&store)?,

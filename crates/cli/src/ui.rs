@@ -49,7 +49,7 @@ pub(crate) fn run_ui(matches: &ArgMatches, surroundings: &dyn EmbeddingInterpret
         .cloned()
         .map(absolute_location)
         .collect();
-    store::configure_stores(matches, &stores)?;
+    let stores = store::configure_stores(matches, stores, surroundings)?;
     let port = matches.get_one("port").copied().unwrap_or_default();
     let settings = ViewerSettings { stores, page: page_folder(surroundings), port };
     let mut viewer = RunViewer::start_server(&settings)?;

@@ -264,6 +264,9 @@ knobs! {
     /// Elastic training: time for which the processes of a job with a journal wait for a `farandole
     /// run` that was killed. Then they end.
     registrar_timeout: Duration = "60", "REGISTRAR_TIMEOUT", Some("--registrar-timeout"), false;
+    /// Requeues of a batch job of Slurm, by anything, after which `farandole run --requeue` does
+    /// not requeue it.
+    max_requeues: u64 = "100", "MAX_REQUEUES", Some("--max-requeues"), false;
     /// Time after which a collective fails with an error that names the missing ranks.
     collective_timeout: Duration = "1800", "COLLECTIVE_TIMEOUT", Some("--collective-timeout"), true;
     /// Time after which a silent peer counts as lost: a stopped process, a lost host, a network

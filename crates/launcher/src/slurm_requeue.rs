@@ -6,6 +6,8 @@
 use std::process::Command;
 use std::time::Duration;
 
+use farandole_world::format_counted_noun;
+
 use crate::elastic::DiscoveryStopFlag;
 use crate::elastic::program_query::query_program;
 use crate::error::{Error, Result};
@@ -15,9 +17,6 @@ use crate::launch_environment::LaunchEnvironment;
 const CONTROL_PROGRAM: &str = "scontrol";
 /// The state of a job that may be requeued.
 const RUNNING_STATE: &str = "RUNNING";
-/// Requeues of a job, by anything, after which it is not requeued any more. The state of a program
-/// may change without progress.
-const MAX_REQUEUES: u32 = 100;
 
 /// A batch job of Slurm. The element of an array is a job of its own.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -64,17 +63,21 @@ impl SlurmBatchJob {
         &self.name
     }
 
-    /// Puts the job back into the queue. Slurm then ends its processes.
+    /// Puts the job back into the queue. Slurm then ends its processes. `max_requeues` is the
+    /// number of requeues, by anything, after which it is not requeued any more: the state of a
+    /// program may change without progress.
     ///
     /// # Errors
-    /// The reason: something else has ended or requeued the job, or Slurm refuses.
-    pub fn requeue(&self) -> Result<(), String> {
+    /// The reason: something else has ended or requeued the job, it was requeued too often, or
+    /// Slurm refuses.
+    pub fn requeue(&self, max_requeues: u64) -> Result<(), String> {
         let status = query_job_status(&self.name, self.limit)?;
         if status.restarts != self.restarts {
             return Err("something else has requeued it".to_owned());
         }
-        if self.restarts >= MAX_REQUEUES {
-            return Err(format!("it was started {} times already", self.restarts + 1));
+        if u64::from(self.restarts) >= max_requeues {
+            let count = format_counted_noun(self.restarts.into(), "requeue");
+            return Err(format!("it has had {count}, and --max-requeues is {max_requeues}"));
         }
         if status.state != RUNNING_STATE {
             return Err(format!("its state is {}", status.state));

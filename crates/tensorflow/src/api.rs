@@ -144,7 +144,8 @@ api! {
 /// # Safety
 /// `F` is a pointer to a function of the type that the library's header gives it.
 pub(crate) unsafe fn find_symbol<F: Copy>(name: &CStr) -> Option<F> {
-    // SAFETY: the type is the caller's promise.
+    const { assert!(size_of::<F>() == size_of::<*mut c_void>(), "a pointer to a function") };
+    // SAFETY: the size was checked, and the type is the caller's promise.
     loaded_libraries()
         .find_map(|library| unsafe { library.get::<F>(name) }.ok().map(|found| *found))
 }

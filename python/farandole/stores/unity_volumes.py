@@ -197,6 +197,25 @@ def open_volume_store(
     return ObjectStore(volume.url_of_path(prefix.path), storage_options=options, **named)
 
 
+def open_volume_url(path: str, storage_options: Mapping[str, Any] | None = None) -> str | None:
+    """Finds a volume without a mount, and sets the credentials of its files for this process.
+
+    Args:
+        path: As for `VolumePath.parse`.
+        storage_options: Further options, such as an endpoint or a region.
+
+    Returns:
+        The URL of the path at the volume's location; `None` for other paths.
+
+    Raises:
+        TypeError: As for `open_volume_store`.
+        ValueError: As for `open_volume_store`.
+        OSError: As for `open_volume_store`.
+    """
+    where = VolumePath.parse(path)
+    return None if where is None else open_volume_store(where, storage_options).prefix_path
+
+
 def _request_store_credentials(volume: CatalogVolume) -> VendedCredentials:
     """Returns the function that requests credentials to write, or, if the user may not write, to
     read. It has been called: here an error has all its words, and of an error in a renewal, the

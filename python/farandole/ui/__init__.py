@@ -19,6 +19,7 @@ from urllib.parse import quote
 
 from farandole._native import ui as native
 from farandole.common.notebook import in_notebook
+from farandole.stores.unity_volumes import open_volume_url
 
 __all__ = ["PAGE", "Viewer", "announce", "proxied", "show"]
 
@@ -140,10 +141,8 @@ def announce(viewer: Viewer, introduction: str) -> None:
 def _runs_path(store: Any) -> str:
     if isinstance(store, str | os.PathLike):
         path = os.fspath(store)
-        return (
-            str(path)
-            if "://" in str(path) or str(path).startswith("dbfs:")
-            else str(Path(path).absolute())
+        return open_volume_url(path) or (
+            path if "://" in path or path.startswith("dbfs:") else str(Path(path).absolute())
         )
     return store.get_runs_path()
 

@@ -86,7 +86,8 @@ pub(crate) fn run_job(
     options.remarks.iter().for_each(|remark| say(remark));
     // Before the viewer: wrong hosts must not leave a run in its store.
     let place = options.job_placement()?;
-    let requeue = OptionalRequeue::prepare(options.requeue, surroundings)?;
+    let max_requeues = options.requeue.then_some(options.config.max_requeues);
+    let requeue = OptionalRequeue::prepare(max_requeues, surroundings)?;
     let watching = OptionalJobViewer::open_viewer(&options, place.num_proc, surroundings)?;
     let verbose = options.verbose;
     let mut timeline = None;

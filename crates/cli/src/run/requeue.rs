@@ -32,6 +32,7 @@ pub(super) struct OptionalRequeue(Option<JobRequeue>);
 
 struct JobRequeue {
     job: SlurmBatchJob,
+    max_requeues: u64,
     request: SuspensionRequest,
     report: Arc<Mutex<Option<SuspensionReport>>>,
     is_announced: Cell<bool>,
@@ -46,17 +47,16 @@ struct SuspensionReport {
 }
 
 impl OptionalRequeue {
-    /// Prepares the requeueing, and handles SIGUSR1 from now on.
+    /// Prepares the requeueing, and handles SIGUSR1 from now on. `max_requeues` as in
+    /// [`SlurmBatchJob::requeue`]; `None` if no requeueing was requested.
     ///
     /// # Errors
     /// This process is not in a batch job that can be requeued.
     pub(super) fn prepare(
-        is_requested: bool,
+        max_requeues: Option<u64>,
         surroundings: &dyn EmbeddingInterpreter,
     ) -> Result<Self> {
-        if !is_requested {
-            return Ok(Self(None));
-        }
+        let Some(max_requeues) = max_requeues else { return Ok(Self(None)) };
         let job = SlurmBatchJob::find_own_job(&LocalEnvironment, CONTROLLER_TIMEOUT)
             .context("--requeue")?;
         let request = SuspensionRequest::default();
@@ -65,6 +65,7 @@ impl OptionalRequeue {
             .map_err(|error| anyhow!("--requeue: {error}"))?;
         Ok(Self(Some(JobRequeue {
             job,
+            max_requeues,
             request,
             report: Arc::default(),
             is_announced: Cell::new(false),
@@ -122,7 +123,7 @@ impl OptionalRequeue {
             }
         };
         let SuspensionReport { commit, directory, .. } = commit;
-        match requeue.job.requeue() {
+        match requeue.job.requeue(requeue.max_requeues) {
             Ok(()) => {
                 say(&format!(
                     "job {job} is requeued, and continues from commit {commit} in {directory}"
