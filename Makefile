@@ -217,13 +217,14 @@ test-clients: bytecode .tools/petastorm/ready $(CLIENTS:%=.tools/clients/%/ready
 	touch $@
 
 # torch.distributed, and the programs of others on it, also the slow tests. Then the tests of
-# torch.distributed on the oldest torch, whose environment sees the other packages of this one. At
-# most half an hour.
+# torch.distributed, Lightning, Accelerate and the Trainer on the oldest torch, whose environment sees
+# the other packages of this one. At most half an hour.
 TORCH_DISTRIBUTED := $(addprefix tests/parallel/test_,torch_distributed.py torch_distributed_groups.py torch_distributed_as_gloo.py)
 TORCH_FACING := $(addprefix tests/,$(addprefix parallel/test_,as_gloo.py ddp_comm_hook.py torch_debug.py torch_reconfigure.py) elastic/test_tolerant_ddp.py launcher/test_transformers.py torch_users)
+TORCH_SCRIPTS := $(addprefix tests/launcher/test_,script_pages.py transformers.py)
 test-torch: bytecode .tools/torch-2.6/ready .tools/deepspeed/ready
 	$(BIN)/python -m pytest $(TORCH_DISTRIBUTED) $(TORCH_FACING) -m "slow or not slow" --reruns 1 --durations=20
-	.tools/torch-2.6/bin/python -m pytest $(TORCH_DISTRIBUTED) -m "not newest and not slow" --reruns 1 --durations=20
+	.tools/torch-2.6/bin/python -m pytest $(TORCH_DISTRIBUTED) $(TORCH_SCRIPTS) -m "not newest and not slow" --reruns 1 --durations=20
 
 .tools/torch-%/ready: Makefile $(VENV)/.packages
 	$(PYTHON) -m venv --without-pip --clear $(@D)
