@@ -263,7 +263,7 @@ def _release_tensors_of_oldest_work() -> None:
 
 
 def release_work_of_cpp(work: Work) -> None:
-    """Releases a work that `hold_work_for_cpp` keeps, because C++ has asked for it.
+    """Drops the reference that `hold_work_for_cpp` has to a work.
 
     Args:
         work: The work.
