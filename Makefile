@@ -38,15 +38,17 @@ test: bytecode loom
 
 # Tests that start clusters and jobs as users do. `test-rest` runs all others. Tests whose result
 # depends on the speed of the machine run afterwards, alone.
+# Tests of other projects have environments of their own and targets of their own.
+OWN_ENVIRONMENTS := tests/clients tests/torch_users
 JOBS := $(addprefix tests/,spark ray storage launcher launch trust chaos faults notebooks ui)
 test-jobs:
 	$(BIN)/python -m pytest $(JOBS) -m "not slow and not timing" --reruns 1 --durations=25
 
 test-rest:
-	$(BIN)/python -m pytest tests $(addprefix --ignore=,$(JOBS) tests/clients) -m "not slow and not timing" --reruns 1 --durations=25
+	$(BIN)/python -m pytest tests $(addprefix --ignore=,$(JOBS) $(OWN_ENVIRONMENTS)) -m "not slow and not timing" --reruns 1 --durations=25
 
 test-timing:
-	$(BIN)/python -m pytest tests --ignore=tests/clients -m "timing and not slow" --reruns 1 --durations=10
+	$(BIN)/python -m pytest tests $(addprefix --ignore=,$(OWN_ENVIRONMENTS)) -m "timing and not slow" --reruns 1 --durations=10
 
 # The tests of both halves several times over, each test once a round: a test that fails in one round
 # of ten is a bug of the product or of the test. Prints how often each test failed; the output of the
@@ -56,7 +58,7 @@ FLAKY := tests
 flaky: bytecode
 	mkdir -p target/flaky && rm -f target/flaky/*
 	for round in `seq $(ROUNDS)`; do \
-	$(BIN)/python -m pytest $(FLAKY) --ignore=tests/clients -m "not slow and not timing" > target/flaky/$$round.log 2>&1 \
+	$(BIN)/python -m pytest $(FLAKY) $(addprefix --ignore=,$(OWN_ENVIRONMENTS)) -m "not slow and not timing" > target/flaky/$$round.log 2>&1 \
 	|| test $$? = 1 || echo "FAILED pytest ended by itself" >> target/flaky/$$round.log; done; \
 	grep -hE '^(FAILED|ERROR) ' target/flaky/*.log | sed 's/ - .*//' | sort | uniq -c | sort -rn | tee target/flaky/failures; \
 	tail -qn 1 target/flaky/*.log && test ! -s target/flaky/failures
@@ -214,19 +216,27 @@ test-clients: bytecode .tools/petastorm/ready $(CLIENTS:%=.tools/clients/%/ready
 	$(BIN)/uv cache prune --quiet
 	touch $@
 
-# torch.distributed, and what uses it, also the slow tests. Then the tests of
-# torch.distributed on the oldest torch, whose environment sees the other packages of this one. At
-# most half an hour.
+# torch.distributed, and the programs of others on it, also the slow tests. Then the tests of
+# torch.distributed, Lightning, Accelerate and the Trainer on the oldest torch, whose environment sees
+# the other packages of this one. At most half an hour.
 TORCH_DISTRIBUTED := $(addprefix tests/parallel/test_,torch_distributed.py torch_distributed_groups.py torch_distributed_as_gloo.py)
-TORCH_FACING := $(addprefix tests/,$(addprefix parallel/test_,as_gloo.py ddp_comm_hook.py torch_debug.py torch_reconfigure.py) elastic/test_tolerant_ddp.py launcher/test_transformers.py)
-test-torch: bytecode .tools/torch-2.6/ready
+TORCH_FACING := $(addprefix tests/,$(addprefix parallel/test_,as_gloo.py ddp_comm_hook.py torch_debug.py torch_reconfigure.py) elastic/test_tolerant_ddp.py launcher/test_transformers.py torch_users)
+TORCH_SCRIPTS := $(addprefix tests/launcher/test_,script_pages.py transformers.py)
+test-torch: bytecode .tools/torch-2.6/ready .tools/deepspeed/ready
 	$(BIN)/python -m pytest $(TORCH_DISTRIBUTED) $(TORCH_FACING) -m "slow or not slow" --reruns 1 --durations=20
-	.tools/torch-2.6/bin/python -m pytest $(TORCH_DISTRIBUTED) -m "not newest and not slow" --reruns 1 --durations=20
+	.tools/torch-2.6/bin/python -m pytest $(TORCH_DISTRIBUTED) $(TORCH_SCRIPTS) -m "not newest and not slow" --reruns 1 --durations=20
 
 .tools/torch-%/ready: Makefile $(VENV)/.packages
 	$(PYTHON) -m venv --without-pip --clear $(@D)
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(@D)/bin/python "torch==$*.*"
 	echo "import site; site.addsitedir('`echo $(CURDIR)/$(VENV)/lib/python*/site-packages`')" > `echo $(@D)/lib/python*/site-packages`/shared.pth
+	touch $@
+
+# DeepSpeed comes as sources, whose build imports torch and would compile operations for GPUs.
+.tools/deepspeed/ready: tests/torch_users/requirements/deepspeed.txt $(VENV)/.packages
+	$(PYTHON) -m venv --without-pip --clear $(@D)
+	echo "import site; site.addsitedir('`echo $(CURDIR)/$(VENV)/lib/python*/site-packages`')" > `echo $(@D)/lib/python*/site-packages`/shared.pth
+	DS_BUILD_OPS=0 $(BIN)/uv pip install --quiet --no-deps --no-build-isolation --python $(@D)/bin/python -r $<
 	touch $@
 
 # Estimators on checkpoints of text and of images, and the ways to predict with a fitted model: all

@@ -2,11 +2,13 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Groups of torch.distributed in ways that Gloo does not have, and worlds without a launcher."""
 
+import copy
 import os
 import socket
 import subprocess
 import sys
 import textwrap
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -163,6 +165,48 @@ PROGRAM = textwrap.dedent("""
     sys.stdout.write(f"sum {tensor.tolist()} {found}\\n")
     dist.destroy_process_group()
 """)
+
+
+def dropped_works_release_their_tensors():
+    from farandole.torch.distributed import _work
+
+    begin()
+    _work.MIN_HOLD_SECONDS, held = 0.0, _work.MIN_HOLD_SECONDS  # only torch 2.6 holds works
+    tensors = []
+    for _ in range(40):
+        tensor = torch.ones(1000)
+        tensors.append(weakref.ref(tensor))
+        dist.all_reduce(tensor, async_op=True)
+    late = dist.all_reduce(torch.ones(3), async_op=True)
+    for _ in range(60):
+        dist.barrier()
+    _work.MIN_HOLD_SECONDS = held
+    del tensor
+    assert sum(one() is not None for one in tensors) == 0
+    assert late.result()[0].tolist() == [2.0] * 3
+    dist.destroy_process_group()
+
+
+def test_works_that_are_dropped_without_a_wait_release_their_tensors(pair):
+    pair.run(dropped_works_release_their_tensors)
+
+
+def a_group_splits_by_its_method():
+    rank, _ = begin()
+    world = dist.group.WORLD
+    # torch 2.13 copies the options of a group that it splits, and checks a number of the new one.
+    options = copy.deepcopy(world._get_backend(torch.device("cpu")).options)
+    half = world.split_group([2, 0] if rank != 1 else [1], opts=options, group_name="half")
+    half._get_backend(torch.device("cpu"))._set_sequence_number_for_group()
+    assert (half.group_name, half.size()) == ("half", 1 if rank == 1 else 2)
+    tensor = torch.ones(1) * (rank + 1)
+    half.allreduce([tensor]).wait()
+    assert tensor.item() == (2 if rank == 1 else 4)
+    dist.destroy_process_group()
+
+
+def test_a_group_splits_by_its_method(trio):
+    trio.run(a_group_splits_by_its_method)
 
 
 def free_port():

@@ -112,3 +112,31 @@ def test_a_batch_norm_beside_a_limit_of_rows_is_refused(gangs, tmp_path):
     )
     with pytest.raises(ValueError, match="the batch norm layer '0' would have the mean"):
         estimator.fit_on_parquet(path=write(tmp_path)[0])
+
+
+def step_by_own_loss(model, optimizer, transform_outputs, loss_fn, inputs, labels):
+    del transform_outputs, loss_fn
+    optimizer.zero_grad()
+    outputs = model(*inputs)
+    loss = torch.nn.functional.cross_entropy(outputs, labels[0].long().reshape(-1))
+    loss.backward()
+    optimizer.step()
+    return outputs, loss
+
+
+def step_by_given_loss(model, optimizer, transform_outputs, loss_fn, inputs, labels):
+    optimizer.zero_grad()
+    outputs, labels = transform_outputs(model(*inputs), labels)
+    loss = loss_fn(outputs, labels)
+    loss.backward()
+    optimizer.step()
+    return outputs, loss
+
+
+def test_a_minibatch_function_needs_the_given_loss(gangs, tmp_path):
+    path, x, y = write(tmp_path)
+    options = {"train_minibatch_fn": step_by_given_loss}
+    assert_close(fit(TorchEstimator, gangs(2), tmp_path, path, **options), train_plainly(x, y))
+    options = {"train_minibatch_fn": step_by_own_loss}
+    with pytest.raises(Exception, match="must compute its loss by its argument loss_fn"):
+        fit(TorchEstimator, gangs(2), tmp_path, path, **options)

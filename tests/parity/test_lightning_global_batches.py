@@ -62,3 +62,26 @@ def test_the_loss_of_half_of_the_ranks_changes_nothing(tmp_path):
 def test_options_that_divide_rows_otherwise_are_refused(options, words, gangs, tmp_path):
     with pytest.raises(ValueError, match=words):
         fit(LightningEstimator, gangs(2), tmp_path, write(tmp_path)[0], **options)
+
+
+def test_a_schedule_of_other_passes_is_refused(gangs, tmp_path):
+    scheduler = lightning.pytorch.callbacks.GradientAccumulationScheduler({1: 2})
+    path = write(tmp_path)[0]
+    with pytest.raises(ValueError, match=r"other numbers by epoch: \{.*1: 2"):
+        fit(LightningEstimator, gangs(2), tmp_path, path, callbacks=[scheduler])
+
+
+class OtherPasses(lightning.Callback):
+    def on_train_epoch_start(self, trainer, _module):
+        trainer.accumulate_grad_batches = 2
+
+
+def test_a_callback_that_sets_other_passes_ends_the_fit(gangs, tmp_path):
+    with pytest.raises(Exception, match="has set accumulate_grad_batches: 2"):
+        fit(
+            LightningEstimator,
+            gangs(2),
+            tmp_path,
+            write(tmp_path)[0],
+            callbacks=[OtherPasses()],
+        )

@@ -497,6 +497,15 @@ def test_mixed_precision_keeps_its_loss_scale(tmp_path):
     assert float(fitted.getModel().optimizer.learning_rate) == pytest.approx(0.1)
 
 
+def test_a_warm_up_from_the_rate_of_one_process_is_no_part_of_global_batches(tmp_path):
+    warmup = LearningRateWarmupCallback(0.1, warmup_epochs=2)
+    options = {"global_batch_size": 16, "callbacks": [warmup]}
+    fit = estimator(store_of(tmp_path, rows_of(32)), **options)
+    fit.clear(fit.getParam("batch_size"))
+    with pytest.raises(ValueError, match="with LearningRateWarmupCallback, which begins"):
+        fit.fit_on_parquet()
+
+
 def test_rows_are_transformed_before_the_model_sees_them(tmp_path):
     def wider(row):
         return {**row, "x": np.concatenate([row["x"], [row["a"]]]).astype(np.float32)}

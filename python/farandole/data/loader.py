@@ -582,7 +582,8 @@ class ParquetLoader(BaseDataLoader):
 
     def as_tf_dataset(self) -> Any:
         """Returns the loader as a `tf.data.Dataset` of whole batches, as dicts; every iteration
-        is the next epoch.
+        is the next epoch. TensorFlow reads ahead, so batches of a `GlobalBatchLoader` come as pairs
+        with their `loss_factor`, and `state_dict()` is ahead of the batches that were returned.
         """
         from farandole.data.tf_dataset import tf_dataset  # noqa: PLC0415 - optional
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from farandole.data.loaders.global_batches import GlobalBatchLoader
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -14,7 +16,9 @@ if TYPE_CHECKING:
 
 
 def tf_dataset(loader: ParquetLoader) -> Any:
-    """Whole batches, as dicts of tensors; of ragged tensors for nested columns.
+    """Whole batches, as dicts of tensors; of ragged tensors for nested columns. Batches of a
+    `GlobalBatchLoader` come in pairs with their loss factors, float32 scalars, because TensorFlow
+    reads ahead of the loader's own `loss_factor`.
 
     Args:
         loader: Loader to read; batches of torch tensors are refused.
@@ -32,14 +36,16 @@ def tf_dataset(loader: ParquetLoader) -> Any:
     if loader.framework != "numpy":
         raise ValueError(f'as_tf_dataset needs a loader with framework="numpy": {loader.framework}')
     signature, lists = loader.signature(), loader._nested_columns()  # noqa: SLF001 - internal to this package
+    global_loader = loader if isinstance(loader, GlobalBatchLoader) else None
     rows = loader.batch_size if loader.tail in ("pad", "drop_last", "drop") else None
 
-    def iterate_batches() -> Iterator[dict[str, Any]]:
+    def iterate_batches() -> Iterator[Any]:
         for batch in loader:
-            yield {
+            tensors = {
                 name: to_ragged_tensor(values) if name in lists else values
                 for name, values in batch.items()
             }
+            yield tensors if global_loader is None else (tensors, global_loader.loss_factor)
 
     def to_ragged_tensor(rows: Jagged) -> Any:
         made: Any = tf.RaggedTensor  # whose stubs lack its constructors
@@ -54,4 +60,7 @@ def tf_dataset(loader: ParquetLoader) -> Any:
         else tf.TensorSpec((rows, *shape), to_tf_dtype(dtype))
         for name, (dtype, shape) in signature.items()
     }
-    return tf.data.Dataset.from_generator(iterate_batches, output_signature=specs).prefetch(1)
+    pair = (specs, tf.TensorSpec((), tf.float32))
+    return tf.data.Dataset.from_generator(
+        iterate_batches, output_signature=specs if global_loader is None else pair
+    ).prefetch(1)

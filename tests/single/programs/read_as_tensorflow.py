@@ -4,9 +4,10 @@
 
 import sys
 
+import numpy as np
 import tensorflow as tf
 
-from farandole.data import ParquetLoader
+from farandole.data import GlobalBatchLoader, ParquetLoader
 
 path, texts, rows = sys.argv[1], sys.argv[2], int(sys.argv[3])
 loader = ParquetLoader(path, 64, tail="pad")
@@ -27,4 +28,12 @@ else:
 assert batch["s"].dtype == tf.string
 assert batch["s"].numpy().tolist() == [b"a", "ü".encode()]
 assert batch["b"].numpy().tolist() == [b"\0", b""]
+ranks = [GlobalBatchLoader(path, 7, columns=["id"], rank=rank, size=2) for rank in range(2)]
+pairs = [
+    [(len(batch["id"]), float(factor)) for batch, factor in one.as_tf_dataset()] for one in ranks
+]
+for step in zip(*pairs, strict=True):
+    counted = [count if factor else 0 for count, factor in step]
+    wanted = [2 * count / sum(counted) for count in counted]
+    assert np.allclose([factor for _, factor in step], wanted), step
 print("all of it")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
+from farandole._keras.callbacks import LearningRateWarmupCallback
 from farandole._keras.value_collectives import to_numpy_array
 from farandole.data.columns import check_shapes_fit
 from farandole.spark.common.data.training_data import (
@@ -139,6 +140,15 @@ class KerasEstimator(
         for callback in self.getCallbacks():
             if not isinstance(callback, keras.callbacks.Callback):
                 raise TypeError(f"a callback must be a keras.callbacks.Callback: {callback!r}")
+            if self.getGlobalBatchSize() is not None and isinstance(
+                callback, LearningRateWarmupCallback
+            ):
+                raise ValueError(
+                    f"global_batch_size={self.getGlobalBatchSize()} cannot be combined with "
+                    "LearningRateWarmupCallback, which begins with the rate divided by the number "
+                    "of processes: use LearningRateScheduleCallback(rate, multiplier, "
+                    "staircase=False) with a multiplier of the epoch"
+                )
 
     def _refuse_options_of_local_steps(self, optimizer: Any, least: int, most: int) -> None:
         """Refuses options that need all gradients on each process, in each step.

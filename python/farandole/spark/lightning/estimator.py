@@ -103,6 +103,17 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
                 f"backward_passes_per_step={passes}: trainer_args cannot have another {name}: "
                 f"{given}"
             )
+        for callback in self.getCallbacks():
+            classes = {kind.__name__ for kind in type(callback).__mro__}
+            schedules = "GradientAccumulationScheduler" in classes
+            schedule: dict[int, int] = getattr(callback, "scheduling", {}) if schedules else {}
+            others = {epoch: count for epoch, count in schedule.items() if count != passes}
+            if self.getGlobalBatchSize() is not None and others:
+                raise ValueError(
+                    f"global_batch_size={self.getGlobalBatchSize()} is divided by "
+                    f"backward_passes_per_step={passes}: {type(callback).__name__} cannot have "
+                    f"other numbers by epoch: {others}"
+                )
 
     def _check_settings(self) -> None:
         super()._check_settings()

@@ -167,7 +167,17 @@ class LightningRunRecorder:
         self.halt.begin_epoch()
 
     def on_train_batch_start(self, trainer: Any, _module: Any, _batch: Any, index: int) -> None:
-        """Notes the batch in progress."""
+        """Notes the batch in progress.
+
+        Raises:
+            ValueError: A callback has changed the passes by which a global batch is divided.
+        """
+        passes = self.job.loop.backward_passes_per_step
+        if self.job.data.step_rows is not None and trainer.accumulate_grad_batches != passes:
+            raise ValueError(
+                f"global_batch_size is divided by backward_passes_per_step={passes}, and a "
+                f"callback has set accumulate_grad_batches: {trainer.accumulate_grad_batches}"
+            )
         self.meter.mark_rows_read()
         self._begin_batch(trainer, "train", index)
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from farandole.torch.distributed._process_group import OPERATIONS, FarandoleGroup
-from farandole.torch.distributed._work import works_held_for_cpp
+from farandole.torch.distributed._work import hold_work_for_cpp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,6 +47,15 @@ _OPTIONS: Final = {
 """Options that callers in torch may leave out, and the number of arguments before them."""
 
 
+class CopyableOptions(c10d.Backend.Options):
+    """Options of a group. torch 2.13 copies them when it splits a group on a host with an
+    accelerator.
+    """
+
+    def __deepcopy__(self, _: dict[int, Any]) -> CopyableOptions:
+        return CopyableOptions(self.backend, self._timeout)
+
+
 class _PythonBackend:
     """Stands in for torch's class of backends.
 
@@ -54,8 +63,6 @@ class _PythonBackend:
         rank: This process's number in the group.
         size: Number of members.
     """
-
-    Options = c10d.Backend.Options
 
     def __init__(self, rank: int, size: int) -> None:
         self._group_rank_and_size = rank, size
@@ -67,6 +74,9 @@ class _PythonBackend:
     def size(self) -> int:
         """Returns the number of members."""
         return self._group_rank_and_size[1]
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Does nothing: the numbers of a group begin at 0."""
 
 
 BackendBase: Any = c10d.Backend if HAS_PYTHON_BACKENDS else _PythonBackend
@@ -122,6 +132,11 @@ class DirectGroup(FarandoleGroup):
         """Returns the store of the group."""
         return self._store
 
+    def _create_member_group(
+        self, backend: Any, store: Any, devices: Sequence[str]
+    ) -> FarandoleGroup:
+        return DirectGroup(backend, store, devices)
+
     def _get_sequence_number_for_group(self) -> int:
         return self._backend._get_sequence_number_for_group()  # noqa: SLF001 - torch's name
 
@@ -148,7 +163,7 @@ def _call_backend_directly(name: str) -> Callable[..., Any]:
         with torch.profiler.record_function(event):
             work = getattr(self._backend, name)(*arguments, **options)
         if _DROPS_PYTHON_WORKS:
-            works_held_for_cpp.add(work)
+            hold_work_for_cpp(work)
         return work
 
     run_operation.__name__ = name

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from farandole.torch.distributed._completion import BackgroundCompleter
-from farandole.torch.distributed._direct_group import BackendBase
+from farandole.torch.distributed._direct_group import BackendBase, CopyableOptions
 from farandole.torch.distributed._work import CombinedWork, FarandoleWork, PendingOperation
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class GroupOperations(BackendBase):
         self._store = store
         self._name = f"torch.distributed.{name}"
         self._limit = timeout
-        self._options = BackendBase.Options("farandole", timeout)
+        self._options = CopyableOptions("farandole", timeout)
         self._operation_numbers = itertools.count()
         self._operation_count = 0
         self._completer = BackgroundCompleter()

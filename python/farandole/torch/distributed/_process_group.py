@@ -111,10 +111,15 @@ class FarandoleGroup(dist.ProcessGroup):
         backend = self._backend.split_members(new_ranks, timeout)
         store = PrefixStore(f"{name}/", self.get_group_store())
         device_names = [device.type for device in device_types or []] or self._devices
-        group = FarandoleGroup(backend, store, device_names)
-        group._set_group_name(name)
-        group._set_group_desc(group_desc or "undefined")
+        group = self._create_member_group(backend, store, device_names)
+        group._set_group_name(name)  # noqa: SLF001 - torch's name
+        group._set_group_desc(group_desc or "undefined")  # noqa: SLF001 - torch's name
         return group
+
+    def _create_member_group(
+        self, backend: FarandoleBackend, store: Any, devices: Sequence[str]
+    ) -> FarandoleGroup:
+        return FarandoleGroup(backend, store, devices)
 
     def start_coalescing(self, device: Any = None) -> None:
         """Begins a batch of operations."""

@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import weakref
+from collections import deque
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +25,9 @@ if TYPE_CHECKING:
 table = HandleTable("distributed")
 """The operations of this backend in progress."""
 
-works_held_for_cpp: set[Work] = set()
-"""Works that C++ of torch 2.6 may hold without their Python objects: each is here until its first
-wait or request for a future."""
+_abandoned_handles: deque[int] = deque()
+"""Operations that were dropped without a wait, in the order of the drops. The next submission
+consumes those that are over, or the table would keep their tensors."""
 _NO_TIMEOUT = timedelta(0)
 _watched: weakref.WeakKeyDictionary[PendingOperation, tuple[str, float]] | None = None
 """Names of operations and their start times; `None` unless requested."""
@@ -51,19 +53,26 @@ class PendingOperation:
     def __init__(
         self, submission: tuple[Any, ...] | None, keep: Any, finish: Callable[[list[Any]], None]
     ) -> None:
-        self._lock = threading.Lock()
+        self.done = False
         self._handle: int | None = None
+        self._lock = threading.Lock()
         self._deferred: tuple[Any, Any, threading.Event] | None = None
         self.began = time.monotonic()
         """Time of the request, in seconds of the monotonic clock."""
-        self.done = False
         self.error: Exception | None = None
         if submission is None:
             self._deferred = keep, finish, threading.Event()
         else:
             self._start(submission, keep, finish)
 
+    def __del__(self) -> None:
+        """Leaves the handle to the next submission: the engine may still use the tensors."""
+        if not self.done and self._handle is not None:
+            _abandoned_handles.append(self._handle)
+
     def _start(self, submission: tuple[Any, ...], keep: Any, finish: Any) -> None:
+        if _abandoned_handles:
+            _consume_abandoned_handles()
         self._handle = table.submit_operation(keep, finish, *submission)
         if _watched is not None:
             _watched[self] = (_submitted_name(submission), self.began)
@@ -122,6 +131,22 @@ class PendingOperation:
             return True
         finally:
             self._lock.release()
+
+
+def _consume_abandoned_handles() -> None:
+    """Consumes the operations without a waiter that are over, up to the first one that is not."""
+    while _abandoned_handles:
+        try:
+            handle = _abandoned_handles.popleft()
+        except IndexError:  # another thread was faster
+            return
+        try:
+            if not table.poll(handle):
+                _abandoned_handles.appendleft(handle)
+                return
+            table.synchronize(handle)
+        except Exception:  # noqa: BLE001, S112 - an error without a waiter, or a previous world
+            continue
 
 
 def _seconds_until(end: float) -> float:
@@ -193,6 +218,62 @@ def timeout_message(timeout: timedelta) -> str:
     )
 
 
+works_held_for_cpp: dict[Work, None] = {}
+"""Works that C++ of torch 2.6 may hold without their Python objects, the oldest first: each is here
+until its first wait or request for a future, or until `MIN_HOLD_SECONDS`."""
+MIN_HOLD_SECONDS = 30.0
+"""Age at which a work without a Python owner loses its tensors. C++ requests a future, which has
+the tensors, within microseconds; it may wait at any time, which needs no tensors."""
+_LOOKS_PER_OPERATION = 2
+_works_without_tensors: set[Work] = set()
+_held_works_lock = threading.Lock()
+
+
+def hold_work_for_cpp(work: Work) -> None:
+    """Keeps the Python object of a work, whose `wait` C++ of torch 2.6 may call without a reference
+    to it. Releases the tensors of older works that Python has dropped.
+
+    Args:
+        work: The work.
+    """
+    with _held_works_lock:
+        works_held_for_cpp[work] = None
+        for _ in range(_LOOKS_PER_OPERATION):
+            _release_tensors_of_oldest_work()
+
+
+def _release_tensors_of_oldest_work() -> None:
+    """Looks at the work that is held longest. The caller holds the lock."""
+    work = next(iter(works_held_for_cpp), None)
+    if work is None:
+        return
+    if not isinstance(work, FarandoleWork | CombinedWork):
+        del works_held_for_cpp[work]
+        _works_without_tensors.add(work)
+        return
+    if time.monotonic() - work.began < MIN_HOLD_SECONDS:
+        return
+    del works_held_for_cpp[work]
+    # The other references are of this function and of `getrefcount`.
+    if sys.getrefcount(work) > 2 or not work.is_completed():  # noqa: PLR2004
+        works_held_for_cpp[work] = None  # behind the others
+        return
+    work.release_tensors()
+    _works_without_tensors.add(work)
+
+
+def release_work_of_cpp(work: Work) -> None:
+    """Drops the reference that `hold_work_for_cpp` has to a work.
+
+    Args:
+        work: The work.
+    """
+    if works_held_for_cpp or _works_without_tensors:
+        with _held_works_lock:
+            works_held_for_cpp.pop(work, None)
+            _works_without_tensors.discard(work)
+
+
 class FarandoleWork(Work):
     """The result of a collective.
 
@@ -219,6 +300,15 @@ class FarandoleWork(Work):
         self._limit = timeout
         self._number = number
 
+    @property
+    def began(self) -> float:
+        """Time of the request, in seconds of the monotonic clock."""
+        return self._pending.began
+
+    def release_tensors(self) -> None:
+        """Forgets the results of an operation that is over."""
+        self._outputs = []
+
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Waits until the operation is over.
 
@@ -230,7 +320,7 @@ class FarandoleWork(Work):
             ValueError: When ranks disagree about the operation.
             OperationTimeoutError: When it took longer than the timeout; it stays in progress.
         """
-        works_held_for_cpp.discard(self)
+        release_work_of_cpp(self)
         limit = timeout if timeout > _NO_TIMEOUT else self._limit
         seconds = limit.total_seconds() if limit > _NO_TIMEOUT else None
         if not self._pending.wait_until_over(seconds):
@@ -293,7 +383,7 @@ class FarandoleWork(Work):
 
     def get_future(self) -> Any:
         """Returns a future of the tensors the operation writes."""
-        works_held_for_cpp.discard(self)
+        release_work_of_cpp(self)
         return make_future(self._pending, self._outputs, self._completer, self._limit)
 
 
@@ -307,6 +397,12 @@ class CombinedWork(Work):
     def __init__(self, works: Sequence[Any]) -> None:
         super().__init__()
         self._works = works
+        self.began = time.monotonic()
+        """Time of the request, in seconds of the monotonic clock."""
+
+    def release_tensors(self) -> None:
+        """Forgets the results of operations that are over."""
+        self._works = [work for work in self._works if work.exception() is not None]
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Waits for all works.
@@ -314,7 +410,7 @@ class CombinedWork(Work):
         Raises:
             Exception: The first error of a work, after all have ended.
         """
-        works_held_for_cpp.discard(self)
+        release_work_of_cpp(self)
         failure: Exception | None = None
         for work in self._works:
             try:
@@ -348,7 +444,7 @@ class CombinedWork(Work):
 
     def get_future(self) -> Any:
         """Returns a future of the tensors of all works."""
-        works_held_for_cpp.discard(self)
+        release_work_of_cpp(self)
         return torch.futures.collect_all([work.get_future() for work in self._works]).then(
             lambda every: [tensor for one in every.value() for tensor in one.value()]
         )
@@ -360,10 +456,12 @@ class CompletedWork(Work):
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Returns at once."""
         del timeout
+        release_work_of_cpp(self)
         return True
 
     def get_future(self) -> Any:
         """Returns a future that is done."""
+        release_work_of_cpp(self)
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         future.set_result([])
         return future

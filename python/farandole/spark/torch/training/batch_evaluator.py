@@ -294,6 +294,11 @@ class UserMinibatchFunction:
             raise ValueError(
                 f"train_minibatch_fn must return (outputs, loss): {type(returned).__name__}"
             )
+        if not told and batches.job.data.step_rows is not None:
+            raise ValueError(
+                "train_minibatch_fn with global_batch_size must compute its loss by its argument "
+                "loss_fn: any other loss would give the rows of processes different weights"
+            )
         outputs, labels = batches.shape_labels(returned[0], batches.label_tensors(rows, count))
         if told:
             terms = told[-1]
