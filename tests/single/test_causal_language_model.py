@@ -277,7 +277,7 @@ def test_a_model_learns_answers_and_transformers_reads_it(tmp_path, kind, lora):
     checkpoint = write_causal_checkpoint(tmp_path / "checkpoint", kind)
     adapters = peft.LoraConfig(r=lora, target_modules="all-linear") if lora else None
     fitted = make_language_model(
-        checkpoint, tmp_path / "store", processes=2, epochs=20, lora=adapters,
+        checkpoint, tmp_path / "store", processes=2, epochs=40, lora=adapters,
         learning_rate=0.03 if lora else 0.01,
     ).fit(make_questions(96))  # fmt: skip
     fitted.setMaxNewTokens(5)

@@ -36,6 +36,30 @@ def test_a_copy_has_the_steps_of_its_world(rows_now, step, tmp_path):
     assert torch.load(before / "scheduler.pt", weights_only=True)["last_epoch"] == 24
 
 
+def test_no_checkpoint_of_another_count_is_lost_and_the_best_is_named(tmp_path):
+    for step in (12, 24):
+        write_checkpoint(tmp_path / f"checkpoint-{step}", step)
+    state = tmp_path / "checkpoint-24/trainer_state.json"
+    best = {"best_global_step": 12, "best_model_checkpoint": f"{tmp_path}/checkpoint-12"}
+    state.write_text(json.dumps({"global_step": 24, **best}))
+    folder = tmp_path / "elastic/first"
+    copy = elastic.copy_rescaled(tmp_path / "checkpoint-24", folder, 32, 16)
+    elastic._set_aside_other_counts(tmp_path, copy)
+    aside = tmp_path / "earlier-worlds/first"
+    assert sorted(path.name for path in aside.iterdir()) == ["checkpoint-12", "checkpoint-24"]
+    assert not list(tmp_path.glob("checkpoint-*"))
+    found = json.loads((copy / "trainer_state.json").read_text())
+    assert found["best_global_step"] == 24
+    assert found["best_model_checkpoint"] == f"{aside}/checkpoint-12"
+    assert json.loads((aside / "checkpoint-24/trainer_state.json").read_text())["global_step"] == 24
+    again = elastic.copy_rescaled(copy, tmp_path / "elastic/second", 16, 32)
+    elastic._set_aside_other_counts(tmp_path, again)
+    found = json.loads((again / "trainer_state.json").read_text())
+    assert found["best_model_checkpoint"] == f"{aside}/checkpoint-12", "it has stayed there"
+    assert not copy.exists()
+    assert (again / "model.safetensors").read_bytes() == b"weights"
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -15,6 +15,12 @@ from tests.programs import program_path
 from tests.started import run
 
 PYTHON = Path(__file__).parents[2] / ".tools/deepspeed/bin/python"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not PYTHON.exists(), reason="DeepSpeed is not installed: make test-torch does it"
+    ),
+]
 LINE = re.compile(r"rank (\d), gloo, engine (\w+): ([\d. ]+)")
 
 

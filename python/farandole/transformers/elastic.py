@@ -3,8 +3,8 @@
 """Elastic training with `Trainer`: a training that continues in another world from the last
 checkpoint that `Trainer` has written.
 
-A `Trainer` counts its processes once, so each world has a trainer of its own. Trainer's own
-checkpoints are the commits. Their steps have the rows of the world that wrote them, so a world of
+A `Trainer` counts its processes once, so each world needs another trainer. The checkpoints that it
+writes are the commits. Their steps have the rows of the world that wrote them, so a world of
 another size gets a copy with the number of steps that it would have taken for these rows.
 
 Example:
@@ -48,6 +48,8 @@ __all__ = ["TrainerProgress", "leave", "run"]
 
 _RESCALED_DIRECTORY = "elastic"
 """Directory of rescaled copies of checkpoints in the output directory."""
+_EARLIER_DIRECTORY = "earlier-worlds"
+"""Directory of checkpoints whose steps have other rows in the output directory."""
 _COUNTERS = ("last_epoch", "_step_count")
 """Entries of the state of a scheduler that count steps."""
 
@@ -174,16 +176,27 @@ class TrainerProgress(ObjectState):
         self.step_rows = step_rows
         self.save()
         if basics.rank() == 0:
-            _delete_other_counts(output, folder)
+            _set_aside_other_counts(output, Path(target))
 
 
-def _delete_other_counts(output: Path, copy: Path) -> None:
-    """Deletes the checkpoints whose steps have other rows. Trainer keeps those with the largest
-    numbers, so it could delete newer ones instead.
+def _set_aside_other_counts(output: Path, copy: Path) -> None:
+    """Moves the checkpoints whose steps have other rows to a directory that Trainer does not list.
+    Trainer keeps the checkpoints with the largest numbers, so it could delete newer ones instead.
+    The copy names the best checkpoint by its new path.
     """
-    copies = [each for each in copy.parent.iterdir() if each != copy]
-    for directory in [*output.glob("checkpoint-*"), *copies]:
-        shutil.rmtree(directory, ignore_errors=True)
+    folder = copy.parent
+    aside = output / _EARLIER_DIRECTORY / folder.name
+    aside.mkdir(parents=True)
+    for directory in output.glob("checkpoint-*"):
+        directory.rename(aside / directory.name)
+    state = json.loads((copy / TRAINER_STATE_NAME).read_text())
+    best = state.get("best_model_checkpoint")
+    if best is not None and (aside / Path(best).name).is_dir():
+        state["best_model_checkpoint"] = str(aside / Path(best).name)
+        _replace_file(copy / TRAINER_STATE_NAME, json.dumps(state).encode())
+    for each in folder.parent.iterdir():
+        if each != folder:
+            shutil.rmtree(each, ignore_errors=True)  # a copy of a checkpoint that was set aside
 
 
 def copy_rescaled(checkpoint: Path, folder: Path, rows_before: int, rows_now: int) -> Path:
@@ -203,6 +216,8 @@ def copy_rescaled(checkpoint: Path, folder: Path, rows_before: int, rows_now: in
     target = folder / f"checkpoint-{step}"
     shutil.copytree(checkpoint, target, copy_function=_link_or_copy)
     state["global_step"] = step
+    if isinstance(state.get("best_global_step"), int):
+        state["best_global_step"] = state["best_global_step"] * rows_before // rows_now
     _replace_file(target / TRAINER_STATE_NAME, json.dumps(state).encode())
     scheduler = target / SCHEDULER_NAME
     if is_present_file(scheduler):

@@ -115,7 +115,7 @@ def _split_large_tensors(tensors: Iterable[TensorRows]) -> Iterator[TensorRows]:
 
 @dataclass(frozen=True)
 class _StoredRows:
-    """Where rows of a tensor are."""
+    """The position of a tensor's rows in a file."""
 
     path: str
     offset: int
