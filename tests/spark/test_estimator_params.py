@@ -280,7 +280,7 @@ NEUTRAL_PARAMS = frozenset(
         "shuffle_buffer_size", "train_reader_num_workers", "val_reader_num_workers",
         "reader_pool_type",
         "inmemory_cache_all", "mp_start_method", "tensorflow_dataset_prefetch_buffer_size",
-        "on_failure",
+        "on_failure", "fsdp_modules",
         "max_restarts", "mlflow", "wandb", "tensorboard", "checkpoint_every", "compile", "logger",
         "log_every_n_steps",
         "loader_num_epochs", "terminate_on_nan", "profiler", "debug_data_loader",
