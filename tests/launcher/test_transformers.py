@@ -101,7 +101,7 @@ def test_an_elastic_trainer_continues_after_a_loss(
     assert (processes, steps) == ("1", "128")
     assert float(loss) < 0.5
     names = sorted(each.name for each in (tmp_path / "out").iterdir())
-    assert names == ["checkpoint-120", "checkpoint-128"]
+    assert names == ["checkpoint-120", "checkpoint-128", "earlier-worlds"]
 
 
 def test_a_trainer_trains_an_adapter_of_peft(launch: Callable[..., Launch], tmp_path: Path) -> None:
