@@ -2,6 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """A loop of Accelerate on CPUs, which asks for Gloo."""
 
+import sys
+
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -23,9 +25,10 @@ error = accelerator.reduce((model(rows) - rows.sum(1, keepdim=True)).square().me
 weights = accelerator.gather(accelerator.unwrap_model(model).weight.detach())
 assert error.item() < 1e-3
 assert torch.equal(weights[0], weights[1])
-print(
-    f"rank {accelerator.process_index} of {accelerator.num_processes}, {len(loader)} batches,",
-    f"{dist.get_backend()}, engine {type(dist.group.WORLD).__name__}",
-    flush=True,
+line = (
+    f"rank {accelerator.process_index} of {accelerator.num_processes}, {len(loader)} batches, "
+    f"{dist.get_backend()}, engine {type(dist.group.WORLD).__name__}\n"
 )
+sys.stdout.write(line)  # at once: the ranks share a pipe
+sys.stdout.flush()
 dist.destroy_process_group()
