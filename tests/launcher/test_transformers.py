@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -90,8 +91,10 @@ def test_an_elastic_trainer_continues_after_a_loss(
     assert begin in script
     call = f"    kill_rank_at_step(trainer, {victim}, 27, {str(tmp_path / 'killed')!r})\n"
     path.write_text(fault + script.replace(begin, call + begin))
-    words = ("-np", 2, "--min-np", 1, "--blacklist-cooldown-range", 600, 3600)
-    run = launch(*words, sys.executable, path, env=NO_GPU)
+    _, _, *words, _, name = shlex.split(blocks(PAGE, "sh")[0])
+    assert name == path.name
+    cooldown = ("--blacklist-cooldown-range", 600, 3600)
+    run = launch(*words, *cooldown, sys.executable, path, env=NO_GPU)
     assert run.wait() == 0, run.err.read_text()
     output = run.out.read_text()
     # Two processes take 8 steps for an epoch. Step 24 is the end of the third one, so one process

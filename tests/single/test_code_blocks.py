@@ -91,9 +91,10 @@ EXECUTED: Final[dict[tuple[str, str], dict[str, set[int]]]] = {
     ("docs/user-guide/timeline.md", "python"): {"tests/parallel/test_guide_pages.py": {1}},
     ("docs/user-guide/torch.md", "python"): {"tests/launcher/test_script_pages.py": {0}},
     ("docs/user-guide/transformers.md", "python"): {
-        "tests/launcher/test_transformers.py": {0},
+        "tests/launcher/test_transformers.py": {0, 4},
         "tests/spark/test_pages.py": {2},
     },
+    ("docs/user-guide/transformers.md", "sh"): {"tests/launcher/test_transformers.py": {0}},
     ("docs/user-guide/tuning.md", "python"): {
         "tests/ray/test_tuning_page.py": {0, 1, 2, 3, 4, 5, 6}
     },

@@ -187,11 +187,12 @@ def _set_aside_other_counts(output: Path, copy: Path) -> None:
     folder = copy.parent
     aside = output / _EARLIER_DIRECTORY / folder.name
     aside.mkdir(parents=True)
-    for directory in output.glob("checkpoint-*"):
-        directory.rename(aside / directory.name)
+    moved = {directory.name: directory for directory in output.glob("checkpoint-*")}
+    for name, directory in moved.items():
+        directory.rename(aside / name)
     state = json.loads((copy / TRAINER_STATE_NAME).read_text())
     best = state.get("best_model_checkpoint")
-    if best is not None and (aside / Path(best).name).is_dir():
+    if best is not None and Path(best).name in moved:
         state["best_model_checkpoint"] = str(aside / Path(best).name)
         _replace_file(copy / TRAINER_STATE_NAME, json.dumps(state).encode())
     for each in folder.parent.iterdir():
