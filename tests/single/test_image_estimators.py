@@ -162,7 +162,7 @@ def test_two_processes_train_as_one_does(checkpoint, tmp_path):
         # Two processes have 7 and 8 rows of a step.
         fitted = make_classifier(
             tmp_path / str(processes), processes, checkpoint=checkpoint, epochs=2,
-            augmentations=flips, learning_rate=0.002 / processes, global_batch_size=15,
+            augmentations=flips, learning_rate=0.002, global_batch_size=15,
         ).fit(rows)  # fmt: skip
         weights[processes] = fitted.getModel().state_dict()
     for name, value in weights[1].items():

@@ -183,9 +183,10 @@ class CausalPredictor(TorchPredictor):
             (losses,) = self.call_model(self._find_model(), {name: tokens}, len(some))
             counts = (tokens[:, 1:] >= 0).sum(axis=1)
             for index, total, count in zip(chosen, losses.sum(axis=1), counts, strict=True):
-                # Beyond the largest number of float64, the perplexity is infinite.
                 if count:
-                    made[index] = float(np.exp(np.float64(min(total / count, 709.0))))
+                    # Beyond the largest number of float64, the perplexity is infinite.
+                    with np.errstate(over="ignore"):
+                        made[index] = float(np.exp(np.float64(total / count)))
         return made
 
     def _batches_by_length(self, lengths: list[int]) -> Iterator[list[int]]:
