@@ -16,10 +16,10 @@ def step():
 
 
 def import_module_below():
-    import torch._dynamo.utils as utils  # noqa: PLR0402 - another way to import it
+    import torch._dynamo.exc as errors
 
-    assert utils is torch._dynamo.utils is sys.modules["torch._dynamo.utils"]
-    assert type(utils.__spec__.loader).__name__ == "SourceFileLoader"
+    assert errors is torch._dynamo.exc is sys.modules["torch._dynamo.exc"]
+    assert type(errors.__spec__.loader).__name__ == "SourceFileLoader"
 
 
 def compile_function():

@@ -74,6 +74,10 @@ def _create_submodule_stand_in(name: str, **known: Any) -> ModuleType:
     return part
 
 
+def _is_compile_supported(device: str) -> bool:
+    return _import_compiler().utils.is_compile_supported(device)
+
+
 class _DeferredCompiler(ModuleType):
     """In the compiler's place."""
 
@@ -82,7 +86,10 @@ class _DeferredCompiler(ModuleType):
         self.OptimizedModule = OptimizedModule
         # The default mode of DistributedDataParallel.
         self.utils = _create_submodule_stand_in(
-            "utils", get_optimize_ddp_mode=lambda: "ddp_optimizer"
+            "utils",
+            get_optimize_ddp_mode=lambda: "ddp_optimizer",
+            # torchvision imports this function, and calls it in one operation.
+            is_compile_supported=_is_compile_supported,
         )
         # torch.distributed begins, and nothing has been traced.
         self.trace_rules = _create_submodule_stand_in("trace_rules", clear_lru_cache=lambda: None)
@@ -121,7 +128,9 @@ class _DeferredCompiler(ModuleType):
 
 
 class _CompilerFinder(MetaPathFinder):
-    """An import finder that imports the compiler when a module below it is imported."""
+    """An import finder that imports the compiler when a module below it is imported, unless the
+    module has a stand-in.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -129,8 +138,12 @@ class _CompilerFinder(MetaPathFinder):
         del path, target
         if not fullname.startswith(f"{_DYNAMO_MODULE}.") or not is_compiler_deferred():
             return None
-        _import_compiler()
-        found = sys.modules.get(fullname)
+        found: ModuleType | None = sys.modules[_DYNAMO_MODULE].__dict__.get(
+            fullname.rpartition(".")[2]
+        )
+        if not isinstance(found, _SubmoduleStandIn):
+            _import_compiler()
+            found = sys.modules.get(fullname)
         return None if found is None else ModuleSpec(fullname, _AlreadyLoadedModuleLoader(found))
 
 
@@ -152,5 +165,8 @@ class _AlreadyLoadedModuleLoader(Loader):
 def _import_compiler() -> ModuleType:
     if is_compiler_deferred():
         del sys.modules[_DYNAMO_MODULE]
+        for name, module in list(sys.modules.items()):
+            if isinstance(module, _SubmoduleStandIn):
+                del sys.modules[name]
         delattr(torch, "_dynamo")
     return importlib.import_module(_DYNAMO_MODULE)
