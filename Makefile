@@ -228,7 +228,7 @@ test-torch: bytecode .tools/torch-2.6/ready .tools/deepspeed/ready
 
 .tools/torch-%/ready: Makefile $(VENV)/.packages
 	$(PYTHON) -m venv --without-pip --clear $(@D)
-	$(BIN)/uv pip install --quiet --compile-bytecode --python $(@D)/bin/python "torch==$*.*"
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(@D)/bin/python "torch==$*.*" torchvision
 	echo "import site; site.addsitedir('`echo $(CURDIR)/$(VENV)/lib/python*/site-packages`')" > `echo $(@D)/lib/python*/site-packages`/shared.pth
 	touch $@
 

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use farandole::config::GradientConvention;
+use farandole::engine::control_plane_model::PRIORITIZED_LIST_BYTES;
 use farandole::engine::{CollectiveRequest, RequestHandle, RequestKind};
 use farandole::kernels::LARGE_MEMORY_BYTES;
 use farandole::registrar::Error as RegistrarError;
@@ -69,6 +70,7 @@ pub(crate) fn register_submodule(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(allocate_shared_memory, module)?)?;
     module.add_function(wrap_pyfunction!(copy_memory, module)?)?;
     module.add("LARGE_MEMORY", LARGE_MEMORY_BYTES)?;
+    module.add("PRIORITIZED_LIST_BYTES", PRIORITIZED_LIST_BYTES)?;
     module.add_function(wrap_pyfunction!(advise_large_pages, module)?)?;
     module.add_function(wrap_pyfunction!(allocate_registered_memory, module)?)?;
     module.add_function(wrap_pyfunction!(is_pending, module)?)?;
@@ -299,7 +301,7 @@ fn session_world() -> PyResult<World> {
     reason = "a tuple per call would cost more than the operation's own submission"
 )]
 #[pyfunction]
-#[pyo3(signature = (name, dtype, shape, source, target, op, prescale, postscale, process_set, attended, device=None, /))]
+#[pyo3(signature = (name, dtype, shape, source, target, op, prescale, postscale, process_set, attended, device=None, priority=0, /))]
 fn allreduce(
     name: String,
     dtype: u8,
@@ -312,15 +314,16 @@ fn allreduce(
     process_set: u32,
     attended: bool,
     device: GpuStreamId,
+    priority: i32,
 ) -> PyResult<u64> {
     let kind = RequestKind::Allreduce { op: reduce_op_from_number(op)?, prescale, postscale };
     let tensor = (name, dtype, shape, source, Some(target));
-    submit_tensor(tensor, kind, process_set, attended, device)
+    submit_tensor(tensor, kind, process_set, attended, device, priority)
 }
 
 /// Starts several allreduces as one unit: `(name, dtype, shape, source, target)` each.
 #[pyfunction]
-#[pyo3(signature = (tensors, op, prescale, postscale, process_set, devices=None, /))]
+#[pyo3(signature = (tensors, op, prescale, postscale, process_set, devices=None, priority=0, /))]
 fn grouped_allreduce(
     tensors: Vec<(String, u8, Vec<u64>, usize, usize)>,
     op: u8,
@@ -328,10 +331,11 @@ fn grouped_allreduce(
     postscale: f64,
     process_set: u32,
     devices: Option<Vec<GpuStreamId>>,
+    priority: i32,
 ) -> PyResult<Vec<u64>> {
     let kind = RequestKind::Allreduce { op: reduce_op_from_number(op)?, prescale, postscale };
     let tensors = tensors.into_iter().map(with_target);
-    submit_group(tensors, &kind, process_set, devices)
+    submit_group(tensors, &kind, process_set, devices, priority)
 }
 
 #[expect(clippy::too_many_arguments, reason = "as for allreduce")]
@@ -350,7 +354,7 @@ fn broadcast(
 ) -> PyResult<u64> {
     let kind = RequestKind::Broadcast { root: Rank(root) };
     let tensor = (name, dtype, shape, source, Some(target));
-    submit_tensor(tensor, kind, process_set, attended, device)
+    submit_tensor(tensor, kind, process_set, attended, device, 0)
 }
 
 #[pyfunction]
@@ -365,7 +369,7 @@ fn allgather(
     device: GpuStreamId,
 ) -> PyResult<u64> {
     let tensor = (name, dtype, shape, source, None);
-    submit_tensor(tensor, RequestKind::Allgather, process_set, attended, device)
+    submit_tensor(tensor, RequestKind::Allgather, process_set, attended, device, 0)
 }
 
 /// Starts several allgathers as one unit: `(name, dtype, shape, source)` each.
@@ -378,7 +382,7 @@ fn grouped_allgather(
 ) -> PyResult<Vec<u64>> {
     let tensors =
         tensors.into_iter().map(|(name, dtype, shape, source)| (name, dtype, shape, source, None));
-    submit_group(tensors, &RequestKind::Allgather, process_set, devices)
+    submit_group(tensors, &RequestKind::Allgather, process_set, devices, 0)
 }
 
 /// Starts an all-to-all; `splits` are rows for each member, or nothing for as many each.
@@ -402,7 +406,7 @@ fn alltoall(
     };
     let kind = RequestKind::Alltoall { splits: splits.map(rows).transpose()? };
     let tensor = (name, dtype, shape, source, None);
-    submit_tensor(tensor, kind, process_set, attended, device)
+    submit_tensor(tensor, kind, process_set, attended, device, 0)
 }
 
 /// Starts a reduce-scatter; `target` has room for this rank's rows.
@@ -424,7 +428,7 @@ fn reducescatter(
 ) -> PyResult<u64> {
     let kind = RequestKind::Reducescatter { op: reduce_op_from_number(op)?, prescale, postscale };
     let tensor = (name, dtype, shape, source, Some(target));
-    submit_tensor(tensor, kind, process_set, attended, device)
+    submit_tensor(tensor, kind, process_set, attended, device, 0)
 }
 
 /// Starts several reduce-scatters as one unit: `(name, dtype, shape, source, target)` each.
@@ -440,7 +444,7 @@ fn grouped_reducescatter(
 ) -> PyResult<Vec<u64>> {
     let kind = RequestKind::Reducescatter { op: reduce_op_from_number(op)?, prescale, postscale };
     let tensors = tensors.into_iter().map(with_target);
-    submit_group(tensors, &kind, process_set, devices)
+    submit_group(tensors, &kind, process_set, devices, 0)
 }
 
 #[pyfunction]
@@ -553,6 +557,7 @@ fn build_request(
         output,
         process_set: ProcessSetId(process_set),
         ready: placement.ready,
+        priority: 0,
     })
 }
 
@@ -562,9 +567,11 @@ fn submit_tensor(
     process_set: u32,
     attended: bool,
     device: GpuStreamId,
+    priority: i32,
 ) -> PyResult<u64> {
     let placement = TensorPlacements::default().placement_of_tensor(device)?;
-    submit_request(build_request(tensor, kind, process_set, placement)?, attended)
+    let request = build_request(tensor, kind, process_set, placement)?;
+    submit_request(CollectiveRequest { priority, ..request }, attended)
 }
 
 fn submit_request(request: CollectiveRequest, attended: bool) -> PyResult<u64> {
@@ -581,13 +588,15 @@ fn submit_group(
     kind: &RequestKind,
     process_set: u32,
     devices: Option<Vec<GpuStreamId>>,
+    priority: i32,
 ) -> PyResult<Vec<u64>> {
     let mut placements = TensorPlacements::default();
     let mut devices = devices.unwrap_or_default().into_iter();
     let requests = tensors
         .map(|tensor| {
             let placement = placements.placement_of_tensor(devices.next().flatten())?;
-            build_request(tensor, kind.clone(), process_set, placement)
+            let request = build_request(tensor, kind.clone(), process_set, placement)?;
+            Ok(CollectiveRequest { priority, ..request })
         })
         .collect::<PyResult<Vec<_>>>()?;
     let handles = current_session()?

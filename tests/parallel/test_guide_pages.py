@@ -33,8 +33,9 @@ def output_of(script):
         ("moving.md", 0, "2 ranks with DDP"),
         ("user-guide/torch-distributed.md", 0, "2 ranks, sum 3"),
         ("user-guide/operations.md", 1, "2 ranks, 20 steps"),
-        ("user-guide/operations.md", 2, "states of 4 parameters after 20 steps"),
-        ("user-guide/operations.md", 3, "2 ranks, loss 0.0"),
+        ("user-guide/operations.md", 2, "16897 parameters, 20 steps"),
+        ("user-guide/operations.md", 3, "states of 4 parameters after 20 steps"),
+        ("user-guide/operations.md", 4, "2 ranks, loss 0.0"),
     ],
 )
 def test_a_script_of_a_page_prints_what_it_should(pair, page, number, said):

@@ -67,7 +67,7 @@ EXECUTED: Final[dict[tuple[str, str], dict[str, set[int]]]] = {
     },
     ("docs/user-guide/metrics.md", "sh"): {"tests/launcher/test_run_metrics.py": {0, 1}},
     ("docs/user-guide/operations.md", "python"): {
-        "tests/parallel/test_guide_pages.py": {0, 1, 2, 3}
+        "tests/parallel/test_guide_pages.py": {0, 1, 2, 3, 4}
     },
     ("docs/user-guide/preparing-data.md", "python"): {
         "tests/single/test_data_pages.py": {0, 1, 2, 3, 4}

@@ -15,7 +15,7 @@ use farandole::config::{Config, environment_variable};
 use farandole::world::format_counted_noun;
 use farandole_simulator::{
     AllreduceEstimate, AllreduceSimulator, ControlRound, FormationEstimate, ModelProfile,
-    PUBLISHED_EFFICIENCIES, PassTiming, SimulatedCluster, StepEstimate, goal_format,
+    PUBLISHED_EFFICIENCIES, PassTiming, SimulatedCluster, StepEstimate, StepOptions, goal_format,
 };
 use serde_json::{Value, json};
 
@@ -88,6 +88,13 @@ pub(crate) fn build_command() -> Command {
         ))
         .arg(pass("backward", "Milliseconds of the backward pass"))
         .arg(
+            Arg::new("overlap-forward")
+                .long("overlap-forward")
+                .action(ArgAction::SetTrue)
+                .requires("model")
+                .help("Let the next forward pass begin before all gradients are reduced"),
+        )
+        .arg(
             Arg::new("goal")
                 .long("goal")
                 .value_name("FILE")
@@ -142,9 +149,12 @@ fn simulate_cluster(matches: &ArgMatches) -> Result<SimulationReport> {
             None => None,
             Some(model) => {
                 let timing = pass_timing_from_arguments(matches, &model)?;
-                let threshold = config.fusion_threshold;
+                let options = StepOptions {
+                    fusion_threshold: config.fusion_threshold,
+                    overlap_forward: matches.get_flag("overlap-forward"),
+                };
                 let step =
-                    StepEstimate::simulate(&mut collective, &control, &model, timing, threshold)?;
+                    StepEstimate::simulate(&mut collective, &control, &model, timing, options)?;
                 Some((model, timing, step))
             }
         };

@@ -89,6 +89,7 @@ fn sum(name: &str, memory: &HostMemory) -> CollectiveRequest {
         output: Some(memory.as_buffer()),
         process_set: ProcessSetId::GLOBAL,
         ready: None,
+        priority: 0,
     }
 }
 

@@ -66,7 +66,10 @@ mod tune;
 pub mod control_plane_model {
     pub use farandole_negotiation::control_parents;
 
-    pub use crate::set::{max_lists_in_execution, plan_fused_allreduces};
+    pub use crate::set::{
+        PRIORITIZED_LIST_BYTES, max_lists_in_execution, plan_fused_allreduces,
+        plan_prioritized_list,
+    };
 }
 
 pub use callbacks::CompletionCallback;

@@ -35,8 +35,9 @@ pub(crate) fn check_request(
     (group, group_size): (u64, u32),
     since: Instant,
 ) -> Result<(PendingEntry, RequestSignature)> {
-    let CollectiveRequest { name, kind, dtype, mut shape, input, output, process_set, ready } =
+    let CollectiveRequest { name, kind, dtype, mut shape, input, output, process_set, .. } =
         request;
+    let (ready, priority) = (request.ready, request.priority);
     let name: Arc<str> = name.into();
     let operation = kind.operation_name();
     let site = place.memory_site(&name, &kind, &input, output.as_ref())?;
@@ -112,6 +113,7 @@ pub(crate) fn check_request(
         input,
         output,
         ready,
+        priority,
         since,
         missing: None,
     };

@@ -101,6 +101,7 @@ unsafe fn convert_request(
         output,
         process_set: ProcessSetId(call.process_set),
         ready: None,
+        priority: 0,
     })
 }
 

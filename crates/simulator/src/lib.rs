@@ -48,4 +48,4 @@ pub use error::{Error, Result};
 pub use formation::FormationEstimate;
 pub use models::{ModelLayer, ModelProfile, PassTiming};
 pub use published_results::{PUBLISHED_EFFICIENCIES, PublishedEfficiency};
-pub use training_step::StepEstimate;
+pub use training_step::{StepEstimate, StepOptions};

@@ -129,6 +129,7 @@ def copy_memory(copies: list[tuple[int, int, int]], /) -> None:
     """
 
 LARGE_MEMORY: int
+PRIORITIZED_LIST_BYTES: int
 """Bytes from which on glibc and the engine take memory from the system anew."""
 
 def advise_large_pages(address: int, bytes: int, /) -> None:  # noqa: A002 - positional only
@@ -146,6 +147,7 @@ def allreduce(
     process_set: int,
     attended: bool,
     device: _Device = None,
+    priority: int = 0,
     /,
 ) -> int: ...
 def grouped_allreduce(
@@ -155,6 +157,7 @@ def grouped_allreduce(
     postscale: float,
     process_set: int,
     devices: Sequence[_Device] | None = None,
+    priority: int = 0,
     /,
 ) -> list[int]: ...
 def broadcast(

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -97,7 +98,13 @@ class GradientBucket:
         self.waiting = 0
         """Number of missing gradients."""
         self.started = False
-        self._handle: int | None = None
+        self.priority = 0
+        """Of buckets that all ranks have started, those of a higher priority are reduced first."""
+        self.divides_large_gradients = False
+        """Whether a gradient larger than a list with priorities is reduced in parts, which other
+        buckets can overtake.
+        """
+        self._handles: list[int] = []
         self._in_place_gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Parameters whose gradients the engine reads in place, with the memory that receives the
         reduced gradients.
@@ -121,7 +128,7 @@ class GradientBucket:
             slot.passes_left = passes
             if slot.parameter.requires_grad:
                 self.waiting += 1
-        self.started, self._handle, self._finish = False, None, None
+        self.started, self._handles, self._finish = False, [], None
         self._in_place_gradients, self._staged_gradients, self._sparse = [], [], []
 
     def take_gradient(self, slot: GradientSlot) -> None:
@@ -177,27 +184,57 @@ class GradientBucket:
             )
         if not members:
             return
-        arguments = self.options.reduction.engine_arguments
-        keep = (sources, self._in_place_gradients, self._staged_gradients)
+        memory = (sources, self._in_place_gradients, self._staged_gradients)
         if len(members) == 1:
-            self._handle = table.submit_operation(
-                keep,
+            self._submit_allreduce(members[0], sources[0], memory)
+            return
+        handle = table.submit_operation(
+            memory,
+            len,
+            engine.grouped_allreduce,
+            members,
+            *self.options.reduction.engine_arguments,
+            gpus_and_streams_of(sources),
+            self.priority,
+        )
+        self._handles.append(handle)
+
+    def _submit_allreduce(
+        self, member: tuple[str, int, tuple[int, ...], int, int], source: torch.Tensor, memory: Any
+    ) -> None:
+        """Submits the allreduce of one contiguous tensor.
+
+        Args:
+            member: Name, number of the dtype, shape, and addresses of the source and the result.
+            source: The tensor at the address of the source.
+            memory: Kept until the result is there.
+        """
+        parts = [member]
+        if self.divides_large_gradients:
+            parts = _divide_allreduce(member, source.element_size())
+        for part in parts:
+            handle = table.submit_operation(
+                memory,
                 len,
                 engine.allreduce,
-                *members[0],
-                *arguments,
+                *part,
+                *self.options.reduction.engine_arguments,
                 False,
-                gpu_and_stream_of(sources[0]),
+                gpu_and_stream_of(source),
+                self.priority,
             )
-        else:
-            self._handle = table.submit_operation(
-                keep,
-                len,
-                engine.grouped_allreduce,
-                members,
-                *arguments,
-                gpus_and_streams_of(sources),
-            )
+            self._handles.append(handle)
+
+    def _wait_for_handles(self) -> None:
+        """Waits for all submitted operations, and then raises the first error."""
+        failure: Exception | None = None
+        for handle in self._handles:
+            try:
+                table.synchronize(handle)
+            except Exception as error:  # noqa: BLE001 - raised below
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     def _result_memory(self, slot: GradientSlot, grad: torch.Tensor) -> torch.Tensor:
         """Returns the memory that receives the reduced gradient: the gradient's own."""
@@ -246,8 +283,8 @@ class GradientBucket:
         if self._finish is not None:
             for flight, reduced in zip(self._staged_gradients, self._finish(), strict=True):
                 self._store_gradient(flight.slot.parameter, reduced, flight.slot.sparse_dim)
-        if self._handle is not None:
-            table.synchronize(self._handle)
+        if self._handles:
+            self._wait_for_handles()
             for parameter, reduced in self._in_place_gradients:
                 if parameter.grad is not reduced:
                     self._store_gradient(parameter, reduced, 0)
@@ -268,6 +305,27 @@ class GradientBucket:
         if current is not None:
             sparse_dim = current.sparse_dim()
         parameter.grad = reduced.to_sparse(sparse_dim) if sparse_dim else reduced
+
+
+def _divide_allreduce(
+    member: tuple[str, int, tuple[int, ...], int, int], element_bytes: int
+) -> list[tuple[str, int, tuple[int, ...], int, int]]:
+    """Divides an allreduce into parts of at most `engine.PRIORITIZED_LIST_BYTES`."""
+    name, dtype, shape, source, target = member
+    count, limit = math.prod(shape), engine.PRIORITIZED_LIST_BYTES // element_bytes
+    if count <= limit:
+        return [member]
+    starts = range(0, count, limit)
+    return [
+        (
+            f"{name}.part{number}of{len(starts)}",
+            dtype,
+            (min(limit, count - start),),
+            source + start * element_bytes,
+            target + start * element_bytes,
+        )
+        for number, start in enumerate(starts)
+    ]
 
 
 def _zero_gradient(slot: GradientSlot) -> torch.Tensor:
@@ -393,15 +451,8 @@ class GradientViewBucket(GradientBucket):
             return
         wire, self._ctx = self._cast.compress(self._memory)
         self._wire = to_engine_tensor(wire)
-        described = describe_tensor(self._name, self._wire)
-        arguments = (
-            *described,
-            self._wire.data_ptr(),
-            *self.options.reduction.engine_arguments,
-            False,
-            gpu_and_stream_of(self._wire),
-        )
-        self._handle = table.submit_operation(self._wire, len, engine.allreduce, *arguments)
+        member = (*describe_tensor(self._name, self._wire), self._wire.data_ptr())
+        self._submit_allreduce(member, self._wire, self._wire)
 
     def finish_reduction(self) -> None:
         """Waits until the memory is reduced.
@@ -413,10 +464,10 @@ class GradientViewBucket(GradientBucket):
         if self._finish is not None:
             for slot, reduced in zip(self.slots, self._finish(), strict=True):
                 self._views[slot].copy_(reduced)
-        elif self._handle is None or self._wire is None:
+        elif not self._handles or self._wire is None:
             return
         else:
-            table.synchronize(self._handle)
+            self._wait_for_handles()
             if self._wire is not self._memory:
                 reduced = self._cast.decompress(self._wire.to(self._memory.device), self._ctx)
                 self._memory.copy_(reduced)

@@ -122,7 +122,7 @@ class RestartableBucket(GradientBucket):
 
     def restart_reduction(self) -> None:
         """Restarts the reduction of this step from the gradients of this rank."""
-        self.started, self._handle, self._finish = False, None, None
+        self.started, self._handles, self._finish = False, [], None
         self._in_place_gradients, self._staged_gradients, self._sparse = [], [], []
         for parameter, grad in self._own_gradients:
             parameter.grad = grad

@@ -7,11 +7,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     import torch
-
-    from farandole.torch._sharded_gradients import ShardedBucket
 
 
 class ForwardOverlap:
@@ -28,9 +26,10 @@ class ForwardOverlap:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._parameters = set(model.parameters())
-        self._called: set[torch.nn.Module] = set()
+        self._called: dict[torch.nn.Module, None] = {}
+        """Modules in the order of their first call."""
         self._readers: dict[torch.nn.Module, list[torch.Tensor]] | None = None
-        self._pending: Mapping[torch.Tensor, ShardedBucket] = {}
+        self._pending: Mapping[torch.Tensor, Callable[[], None]] = {}
         for module in model.modules():
             module.register_forward_pre_hook(self._before_forward, prepend=True)
             module.register_state_dict_pre_hook(self._before_state_dict)
@@ -53,30 +52,44 @@ class ForwardOverlap:
         """Returns whether a module of the model has the parameter."""
         return parameter in self._parameters
 
-    def defer(self, pending: Mapping[torch.Tensor, ShardedBucket]) -> None:
-        """Notes parameters that are being gathered.
+    @property
+    def is_pending(self) -> bool:
+        """Whether parameters may not have arrived yet."""
+        return bool(self._pending)
+
+    def first_positions(self) -> dict[torch.Tensor, int]:
+        """Returns when each parameter is read in a forward pass: the number of its first reader."""
+        positions: dict[torch.Tensor, int] = {}
+        for number, module in enumerate(self._called):
+            for parameter in (self._readers or {}).get(module, ()):
+                positions.setdefault(parameter, number)
+        return positions
+
+    def defer(self, pending: Mapping[torch.Tensor, Callable[[], None]]) -> None:
+        """Notes parameters that are not there yet.
 
         Args:
-            pending: The bucket of each parameter.
+            pending: For each parameter, a function that waits for it. It may be called several
+                times.
         """
         self._pending = pending
 
     def wait_for_all(self) -> None:
-        """Waits until all parameters are gathered."""
-        for bucket in self._pending.values():
-            bucket.finish_gather()
-        self._pending = {}
+        """Waits until all parameters are there."""
+        pending, self._pending = self._pending, {}
+        for finish in pending.values():
+            finish()
 
     def _before_forward(self, module: torch.nn.Module, _: Any) -> None:
         if self._readers is None:
-            self._called.add(module)
+            self._called.setdefault(module)
             return
         if not self._pending:
             return
         for parameter in self._readers.get(module, ()):
-            bucket = self._pending.get(parameter)
-            if bucket is not None:
-                bucket.finish_gather()
+            finish = self._pending.get(parameter)
+            if finish is not None:
+                finish()
 
     def _before_state_dict(self, *_: Any) -> None:
         self.wait_for_all()

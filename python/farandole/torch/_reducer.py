@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from farandole.torch._gpu_tensors import is_in_cuda_graph_capture
 from farandole.torch._names import batch_neighbouring_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 
 class GradientReducer:
@@ -60,6 +61,7 @@ class GradientReducer:
         """Buckets that lack gradients."""
         self._overlaps_backward = True
         """Whether reductions run beside the backward pass."""
+        self._divides_large_gradients = False
         self._known_count = 0
         self._frozen: list[torch.Tensor] = []
         self._agreed_world: tuple[int, int] | None = None
@@ -91,9 +93,31 @@ class GradientReducer:
         """Resets counts and started reductions. Call it only if none is in progress, or the
         world is lost.
         """
-        for bucket in self._buckets:
+        self._reset_buckets(self._buckets)
+
+    def _reset_buckets(self, buckets: Iterable[GradientBucket]) -> None:
+        for bucket in buckets:
             bucket.reset_counts(self.passes)
         self._incomplete_buckets = sum(bucket.waiting > 0 for bucket in self._buckets)
+
+    def divide_large_gradients(self) -> None:
+        """Reduces large gradients in parts from now on. All ranks call it, before any reduction."""
+        self._divides_large_gradients = True
+        for bucket in self._buckets:
+            bucket.divides_large_gradients = True
+
+    def set_priorities(self, positions: Mapping[torch.Tensor, int]) -> None:
+        """Reduces gradients of earlier positions first.
+
+        Args:
+            positions: The position of parameters in the forward pass.
+        """
+        for bucket in self._buckets:
+            known = [
+                positions[slot.parameter] for slot in bucket.slots if slot.parameter in positions
+            ]
+            # Other operations, such as those of a synchronized batch normalization, have 0.
+            bucket.priority = -1 - min(known, default=0)
 
     def adopt_present_world(self) -> None:
         """Forgets operations of another world, where they never end, and looks at this world."""
@@ -108,14 +132,44 @@ class GradientReducer:
             ValueError: When ranks disagree about a gradient.
             FarandoleInternalError: When a peer failed or the session was shut down.
         """
-        self._adopt_new_parameters(param_groups)
-        try:
-            self._reduce_buckets()
-        finally:
-            self.reset_counts()
+        self.finish_undeferred_reductions(param_groups, lambda _: False)
 
-    def _reduce_buckets(self) -> None:
+    def finish_undeferred_reductions(
+        self, param_groups: list[dict[str, Any]], defers: Callable[[GradientBucket], bool]
+    ) -> list[GradientBucket]:
+        """Like `finish_reductions`, but leaves some buckets to `finish_bucket`.
+
+        Args:
+            param_groups: The groups of the optimizer.
+            defers: Whether a bucket is left.
+
+        Returns:
+            The buckets that are left; none after an error.
+        """
+        self._adopt_new_parameters(param_groups)
+        deferred: list[GradientBucket] = []
+        try:
+            deferred = self._reduce_buckets(defers)
+        finally:
+            self._reset_buckets(bucket for bucket in self._buckets if bucket not in deferred)
+        return deferred
+
+    def finish_bucket(self, bucket: GradientBucket) -> None:
+        """Waits for a bucket that `finish_undeferred_reductions` has left.
+
+        Raises:
+            As `finish_reductions`.
+        """
+        try:
+            bucket.finish_reduction()
+        finally:
+            self._reset_buckets([bucket])
+
+    def _reduce_buckets(
+        self, defers: Callable[[GradientBucket], bool] = lambda _: False
+    ) -> list[GradientBucket]:
         failure: Exception | None = None
+        deferred: list[GradientBucket] = []
         try:
             self._agree_on_sparsity()
             for bucket in self._buckets:
@@ -125,12 +179,19 @@ class GradientReducer:
             failure = error
         # Buckets that were started continue to write to gradients, even if others have failed.
         for bucket in self._buckets:
+            if failure is None and defers(bucket):
+                deferred.append(bucket)
+                continue
             try:
                 bucket.finish_reduction()
             except Exception as error:  # noqa: BLE001 - raised below
                 failure = failure or error
         if failure is not None:
+            for bucket in deferred:
+                with contextlib.suppress(Exception):  # the first failure is raised
+                    bucket.finish_reduction()
             raise failure
+        return deferred
 
     def _agree_on_sparsity(self) -> None:
         """Agrees with all ranks on the parameters whose gradients are sparse: a rank without a
@@ -157,6 +218,7 @@ class GradientReducer:
     def _hook_parameters(self, parameters: Sequence[torch.Tensor]) -> None:
         slots = [GradientSlot(parameter, self._names[parameter]) for parameter in parameters]
         bucket = self._make_bucket(slots)
+        bucket.divides_large_gradients = self._divides_large_gradients
         bucket.reset_counts(self.passes)
         self._buckets.append(bucket)
         for slot in slots:

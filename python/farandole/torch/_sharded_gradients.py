@@ -46,6 +46,7 @@ class ShardedBucket(GradientViewBucket):
             torch.zeros(length, dtype=self._memory.dtype, device=self._memory.device)
         )
         self._gathering: int | None = None
+        self._scattering: int | None = None
 
     def _memory_length(self, length: int) -> int:
         """Pads the memory so that all ranks have parts of equal lengths."""
@@ -63,9 +64,14 @@ class ShardedBucket(GradientViewBucket):
                 self.take_gradient(slot)
         self._wire, self._ctx = self._cast.compress(self._memory)
         op, prescale, postscale, process_set, _ = self.options.reduction
-        self._handle = reducescatter_async(
+        self._scattering = reducescatter_async(
             self._wire, self._name, op, process_set, prescale, postscale
         )
+
+    def reset_counts(self, passes: int) -> None:
+        """Resets the counts and forgets the started reduction."""
+        super().reset_counts(passes)
+        self._scattering = None
 
     def finish_reduction(self) -> None:
         """Waits for this rank's part of the gradients, which becomes the gradient of `shard`.
@@ -76,9 +82,9 @@ class ShardedBucket(GradientViewBucket):
             ValueError: When ranks disagree about a gradient.
             FarandoleInternalError: When a peer failed or the session was shut down.
         """
-        if self._handle is None:
+        if self._scattering is None:
             return
-        part = self._cast.decompress(synchronize(self._handle), self._ctx)
+        part = self._cast.decompress(synchronize(self._scattering), self._ctx)
         self.shard.grad = part.to(self.shard.dtype)
         for slot in self.slots:
             slot.parameter.grad = None

@@ -11,7 +11,7 @@ the wrapped optimizer must be element-wise.
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from farandole.common.util import Average, Sum
 from farandole.torch._allreduce import allreduce
 from farandole.torch._forward_overlap import ForwardOverlap
 from farandole.torch._sharded_gradients import ShardedBucket, ShardingReducer
+from farandole.torch._unwrapped_copies import plain_optimizer_over
 from farandole.torch.compress._base import Compressor as StatefulCompressor
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ class _ShardedOptimizer(torch.optim.Optimizer):
         self._is_reduced = False
         self._whole_states = None
         previous = None
-        deferred: dict[torch.Tensor, ShardedBucket] = {}
+        deferred: dict[torch.Tensor, Callable[[], None]] = {}
         for bucket in self._reducer.buckets:
             if bucket.shard.grad is None:
                 continue
@@ -148,7 +149,7 @@ class _ShardedOptimizer(torch.optim.Optimizer):
                 previous.finish_gather()
             previous = None if self._defers(bucket) else bucket
             if previous is None:
-                deferred |= {slot.parameter: bucket for slot in bucket.slots}
+                deferred |= {slot.parameter: bucket.finish_gather for slot in bucket.slots}
         if previous is not None:
             previous.finish_gather()
         if self._overlap is not None:
@@ -321,7 +322,7 @@ class _ShardedOptimizer(torch.optim.Optimizer):
         options = {key: value for key, value in group.items() if key != "params"}
         inner = self._inner_optimizers.get(bucket)
         if inner is None:
-            inner = _optimizer_over(self, options, bucket.shard)
+            inner = plain_optimizer_over(self, _ShardedOptimizer, options, [bucket.shard])
             self._inner_optimizers[bucket] = inner
         inner.param_groups[0].update(options)
         return inner
@@ -417,29 +418,6 @@ def _plain_value(value: Any) -> Any:
     return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
-def _optimizer_over(
-    optimizer: torch.optim.Optimizer, options: dict[str, Any], parameter: torch.Tensor
-) -> Any:
-    """Returns an optimizer of the wrapped class with the attributes of `optimizer`, over another
-    parameter and without a state.
-    """
-    kind: Any = next(
-        kind for kind in type(optimizer).__mro__ if not issubclass(kind, _ShardedOptimizer)
-    )
-    inner = kind.__new__(kind)
-    own = {"step", "_reducer", "_inner_optimizers", "_whole_states", "_parameter_names"}
-    inner.__dict__.update({key: value for key, value in vars(optimizer).items() if key not in own})
-    inner.__dict__.update(
-        {
-            "param_groups": [{**options, "params": [parameter]}],
-            "state": defaultdict(dict),
-            "_optimizer_step_pre_hooks": OrderedDict(),
-            "_optimizer_step_post_hooks": OrderedDict(),
-        }
-    )
-    return inner
-
-
 def require_elementwise_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Refuses an optimizer whose step on a matrix is not the steps on its halves.
 
@@ -461,7 +439,7 @@ def _require_elementwise_options(optimizer: torch.optim.Optimizer, options: dict
 
     def train(rows: slice, shape: tuple[int, ...]) -> torch.Tensor:
         parameter = torch.nn.Parameter(start[rows].reshape(shape).clone())
-        own = _optimizer_over(optimizer, dict(options), parameter)
+        own = plain_optimizer_over(optimizer, _ShardedOptimizer, dict(options), [parameter])
         for gradient in gradients:
             parameter.grad = gradient[rows].reshape(shape).clone()
             own.step()

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,8 +25,41 @@ def unwrapped_copy_recipe(optimizer: torch.optim.Optimizer, mixin: type) -> tupl
     Returns:
         The result of `__reduce__`.
     """
-    kind = next(kind for kind in type(optimizer).__mro__ if not issubclass(kind, mixin))
-    return _optimizer_without_state, (kind,), optimizer.__getstate__()
+    return _optimizer_without_state, (_plain_class(optimizer, mixin),), optimizer.__getstate__()
+
+
+def plain_optimizer_over(
+    optimizer: torch.optim.Optimizer,
+    mixin: type,
+    options: dict[str, Any],
+    parameters: list[torch.nn.Parameter],
+) -> Any:
+    """Returns an optimizer of the wrapped class with the attributes of `optimizer`, over other
+    parameters and without a state.
+
+    Args:
+        optimizer: An optimizer that is or is not wrapped.
+        mixin: The mixin of wrapped optimizers.
+        options: Options of the only group.
+        parameters: Parameters of the only group.
+    """
+    kind = _plain_class(optimizer, mixin)
+    plain = kind.__new__(kind)
+    own = {"step", "_reducer", "_inner_optimizers", "_whole_states", "_parameter_names", "_overlap"}
+    plain.__dict__.update({key: value for key, value in vars(optimizer).items() if key not in own})
+    plain.__dict__.update(
+        {
+            "param_groups": [{**options, "params": parameters}],
+            "state": defaultdict(dict),
+            "_optimizer_step_pre_hooks": OrderedDict(),
+            "_optimizer_step_post_hooks": OrderedDict(),
+        }
+    )
+    return plain
+
+
+def _plain_class(optimizer: torch.optim.Optimizer, mixin: type) -> Any:
+    return next(kind for kind in type(optimizer).__mro__ if not issubclass(kind, mixin))
 
 
 def _optimizer_without_state(kind: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:

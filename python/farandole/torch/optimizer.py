@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,11 +19,13 @@ from farandole.common.termination_notices import install_notice_handlers, is_ela
 from farandole.common.util import Adasum, Average, Sum, allows_rounded_sums, resolve_op_argument
 from farandole.torch._buckets import ReductionOptions
 from farandole.torch._compiler import import_torch_compiler
+from farandole.torch._deferred_steps import DeferredSteps, require_separable_optimizer
 from farandole.torch._fault_tolerance import (
     FaultTolerance,
     FaultTolerantReducer,
     claim_sole_fault_tolerant_owner,
 )
+from farandole.torch._forward_overlap import ForwardOverlap
 from farandole.torch._names import group_parameters, name_parameters
 from farandole.torch._reduce import TensorReduction
 from farandole.torch._reducer import GradientReducer
@@ -32,7 +35,7 @@ from farandole.torch._sharded_optimizer import (
     require_elementwise_optimizer,  # noqa: F401 - a check of estimators, too
     shard_optimizer,
 )
-from farandole.torch._unwrapped_copies import unwrapped_copy_recipe
+from farandole.torch._unwrapped_copies import plain_optimizer_over, unwrapped_copy_recipe
 from farandole.torch.adasum import _DistributedAdasumOptimizer
 from farandole.torch.compress._base import Compressor as StatefulCompressor
 from farandole.torch.compression import Compression, Compressor
@@ -49,11 +52,13 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     _reducer: GradientReducer | None = None
     _synchronized: bool = False
     _tolerance: FaultTolerance | None = None
+    _deferred: DeferredSteps | None = None
     _skips_synchronize: bool = False
     _was_reduced_for_scaler: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles and copies as a plain optimizer; `DistributedOptimizer` wraps the copy again."""
+        self.wait_for_parameters()
         return unwrapped_copy_recipe(self, _DistributedOptimizer)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -75,6 +80,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             ValueError: When ranks disagree about a gradient.
             FarandoleInternalError: When a peer failed or the session was shut down.
         """
+        self.wait_for_parameters()
         if self._reducer is not None:
             with OWN_PROGRESS.measure_reduction():
                 self._reducer.finish_reductions(self.param_groups)
@@ -121,6 +127,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             ValueError: When ranks disagree about a gradient.
             FarandoleInternalError: When a peer failed or the session was shut down.
         """
+        self.wait_for_parameters()
         if self._tolerance is not None:
             result = self._fault_tolerant_step(closure)
         elif self._reducer is None or self._skips_synchronize or self._is_reduced_for_scaler():
@@ -137,12 +144,67 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                     "optimizer.synchronize() in your code.",
                     stacklevel=2,
                 )
-            self.synchronize()
-            result = super().step()
+            if self._defers_step():
+                assert self._deferred is not None  # noqa: S101 - tested by `_defers_step`
+                result = self._deferred.start_step(self)
+            else:
+                self.synchronize()
+                result = super().step()
         OWN_PROGRESS.end_step()
         self._synchronized = False
         self._was_reduced_for_scaler = False
         return result
+
+    def overlap_forward(self, model: torch.nn.Module) -> None:
+        """Lets `step` return while gradients are still being reduced. Each module of the model
+        waits for its own parameters when it is called, and then they take their step.
+
+        The results are the same. The first step still waits for all of them, because the first
+        forward pass of the model shows the order in which modules are called.
+
+        This saves time if the reductions need longer than the backward pass. Gradients that the
+        first modules need come first, and large gradients are reduced in parts. All ranks call it
+        before the first step.
+
+        Gradients are `None` after a step, so none of them is left for a later backward pass to add
+        to. `model.state_dict()`, `model.load_state_dict()` and the same methods of the optimizer
+        wait. Before you read parameters in another way, as an average of weights does, call
+        `wait_for_parameters`. A module that is called in the first forward pass must be called in
+        all passes that read its parameters. A step with a closure, a GradScaler, `skip_synchronize`
+        or hooks of the optimizer waits as usual.
+
+        Args:
+            model: The module that the training calls.
+
+        Raises:
+            ValueError: When a step of the wrapped optimizer mixes parameters, or the optimizer is
+                fault tolerant.
+        """
+        if self._tolerance is not None:
+            raise ValueError("overlap_forward cannot be combined with fault_tolerant=True")
+        for group in self.param_groups:
+            options = {key: value for key, value in group.items() if key != "params"}
+            require_separable_optimizer(
+                partial(plain_optimizer_over, self, _DistributedOptimizer, options)
+            )
+        if self._reducer is None or self._deferred is not None:
+            return
+        take_step = super().step
+        self._deferred = DeferredSteps(self._reducer, ForwardOverlap(model), take_step)
+
+    def wait_for_parameters(self) -> None:
+        """Waits until all parameters have taken their last step, after `overlap_forward`."""
+        if self._deferred is not None:
+            self._deferred.finish()
+
+    def _defers_step(self) -> bool:
+        hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
+        return self._deferred is not None and not self._synchronized and not hooks
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of the wrapped optimizer, after the last step."""
+        self.wait_for_parameters()
+        return super().state_dict()
 
     @property
     def steps(self) -> int:
@@ -247,6 +309,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             AssertionError: When gradients are being reduced; `step` or `synchronize` comes first.
         """
+        if self._deferred is not None and self._deferred.is_pending:
+            return  # each parameter's step clears its gradient
         if self._reducer is not None and self._reducer.has_started_reduction():
             raise AssertionError(
                 "zero_grad() came before step() or synchronize() while gradients are being "
@@ -263,6 +327,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state like the wrapped optimizer; resets the count of backward passes."""
+        self.wait_for_parameters()
         if self._reducer is not None:
             self._reducer.reset_counts()
         self._synchronized = False

@@ -117,9 +117,16 @@ impl SetCoordinator {
         self.decisions.push(CoordinatorDecision::Refuse(refusal));
     }
 
-    /// Fuses the tensors that became ready since the last list.
-    pub(super) fn plan_next_list(&mut self, settings: &EngineSettings) -> Vec<PlannedListItem> {
+    /// Fuses the tensors that became ready since the last list. If they have priorities, those of
+    /// the lowest wait for a later list.
+    pub(super) fn plan_next_list(
+        &mut self,
+        settings: &EngineSettings,
+        priority_of: impl Fn(&str) -> i32,
+    ) -> Vec<PlannedListItem> {
         let decisions = std::mem::take(&mut self.decisions);
+        let (decisions, later) = divide_by_priority(decisions, priority_of);
+        self.decisions = later;
         let mut threshold = settings.fusion_threshold;
         if let Some(tuner) = &mut self.tuner {
             threshold = tuner.current_threshold();
@@ -127,6 +134,73 @@ impl SetCoordinator {
         }
         fuse_decisions(decisions, threshold, settings.group_fusion)
     }
+}
+
+/// Bytes of tensors in a list whose tensors have priorities. Tensors that become ready during a list
+/// cannot overtake it, and many small lists cost more than a few large ones.
+pub const PRIORITIZED_LIST_BYTES: u64 = 32 << 20;
+
+/// Divides decisions into those of the next list, by descending priority, and those that wait.
+/// Without priorities, all come in the next list.
+fn divide_by_priority(
+    decisions: Vec<CoordinatorDecision>,
+    priority_of: impl Fn(&str) -> i32,
+) -> (Vec<CoordinatorDecision>, Vec<CoordinatorDecision>) {
+    if decisions.len() < 2 {
+        return (decisions, Vec::new());
+    }
+    let mut units: Vec<PriorityUnit> = Vec::with_capacity(decisions.len());
+    for decision in &decisions {
+        // A join is decided after all tensors before it, and refusals are rare.
+        let CoordinatorDecision::Run(ready) = decision else { return (decisions, Vec::new()) };
+        let group = ready.agreed.signature.group;
+        let (priority, bytes) = (priority_of(&ready.agreed.name), tensor_bytes(&ready.agreed));
+        match units.last_mut() {
+            Some(unit) if group != 0 && unit.group == group => {
+                unit.tensors += 1;
+                unit.priority = unit.priority.max(priority);
+                unit.bytes = unit.bytes.saturating_add(bytes);
+            }
+            _ => units.push(PriorityUnit { group, tensors: 1, priority, bytes }),
+        }
+    }
+    let weights: Vec<_> = units.iter().map(|unit| (unit.priority, unit.bytes)).collect();
+    let next = plan_prioritized_list(&weights);
+    let mut remaining = decisions.into_iter();
+    let mut members: Vec<Vec<CoordinatorDecision>> =
+        units.iter().map(|unit| remaining.by_ref().take(unit.tensors).collect()).collect();
+    let first = next.iter().flat_map(|unit| std::mem::take(&mut members[*unit])).collect();
+    (first, members.into_iter().flatten().collect())
+}
+
+/// A tensor, or the members of a group, which come one after the other and in one list (EN-3).
+struct PriorityUnit {
+    group: u64,
+    tensors: usize,
+    priority: i32,
+    bytes: u64,
+}
+
+/// Chooses the tensors of the next list, if some have a priority: the highest first, those of one
+/// priority in order of readiness, up to [`PRIORITIZED_LIST_BYTES`] or one larger tensor.
+/// `tensors` holds the priority and the bytes of each tensor, in order of readiness. Returns
+/// indices; all of them, in order, if no tensor has a priority other than 0.
+pub fn plan_prioritized_list(tensors: &[(i32, u64)]) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..tensors.len()).collect();
+    if tensors.iter().all(|(priority, _)| *priority == 0) {
+        return order;
+    }
+    order.sort_by_key(|index| std::cmp::Reverse(tensors[*index].0));
+    let (mut sum, mut count) = (0u64, 0);
+    for index in &order {
+        sum = sum.saturating_add(tensors[*index].1);
+        if count > 0 && sum > PRIORITIZED_LIST_BYTES {
+            break;
+        }
+        count += 1;
+    }
+    order.truncate(count);
+    order
 }
 
 /// Returns the largest number of response lists that may be in execution at a time. With one list,
@@ -330,6 +404,46 @@ mod tests {
         assert_eq!(plan_fused_allreduces(&[2, 3, 2, 1], 4), [vec![0, 2], vec![1, 3]]);
         assert_eq!(plan_fused_allreduces(&[2, 3], 0), [vec![0], vec![1]]);
         assert!(plan_fused_allreduces(&[], 4).is_empty());
+    }
+
+    #[test]
+    fn tensors_without_priorities_come_in_one_list_in_order() {
+        assert_eq!(plan_prioritized_list(&[(0, u64::MAX), (0, 5)]), [0, 1]);
+    }
+
+    #[test]
+    fn a_list_has_the_highest_priorities_and_a_limit_of_bytes() {
+        let half = PRIORITIZED_LIST_BYTES / 2;
+        assert_eq!(plan_prioritized_list(&[(-3, half), (-1, half), (0, half)]), [2, 1]);
+        assert_eq!(plan_prioritized_list(&[(-3, half), (-3, half), (-3, 1)]), [0, 1]);
+        assert_eq!(plan_prioritized_list(&[(-1, 3 * half), (-2, 1)]), [0], "too large, but first");
+        assert_eq!(plan_prioritized_list(&[(-2, 1), (-1, 3 * half)]), [1]);
+    }
+
+    #[test]
+    fn tensors_that_wait_come_in_later_lists_and_groups_stay_together() {
+        let rows = PRIORITIZED_LIST_BYTES / 8;
+        let grouped = |group| RequestSignature { group, group_size: 2, ..plain(&[rows]) };
+        let decisions = vec![
+            ready("x", plain(&[rows])),
+            ready("a", grouped(7)),
+            ready("b", grouped(7)),
+            ready("y", plain(&[rows])),
+        ];
+        let priority_of = |name: &str| if name == "x" { -9 } else { -1 };
+        let (first, later) = divide_by_priority(decisions, priority_of);
+        assert_eq!(names(&fuse_decisions(first, 0, true)), ["a", "b"]);
+        let (first, later) = divide_by_priority(later, priority_of);
+        assert_eq!(names(&fuse_decisions(first, 0, true)), ["y", "x"]);
+        assert!(later.is_empty());
+    }
+
+    #[test]
+    fn a_join_does_not_overtake_tensors() {
+        let decisions =
+            vec![ready("x", plain(&[PRIORITIZED_LIST_BYTES])), CoordinatorDecision::Joined(1)];
+        let (first, later) = divide_by_priority(decisions, |_| -1);
+        assert_eq!((first.len(), later.len()), (2, 0));
     }
 
     #[test]

@@ -35,6 +35,7 @@ pub(crate) struct PendingEntry {
     pub(crate) input: Buffer,
     pub(crate) output: Option<Buffer>,
     pub(crate) ready: Option<Arc<dyn DeviceEvent>>,
+    pub(crate) priority: i32,
     pub(crate) since: Instant,
     /// Missing ranks, once the coordinator has reported them.
     pub(crate) missing: Option<Vec<Rank>>,
@@ -70,6 +71,7 @@ impl PendingEntry {
             input: input.as_buffer(),
             output: output.map(|memory| memory.as_buffer()),
             ready: None,
+            priority: 0,
             since: Instant::now(),
             missing: None,
         }
@@ -132,6 +134,11 @@ impl LocalRequests {
 
     pub(super) fn insert_join(&mut self, entry: PendingEntry) {
         self.join = Some(entry);
+    }
+
+    /// Returns the priority of a request; 0 if this rank did not submit it.
+    pub(super) fn priority_of(&self, name: &str) -> i32 {
+        self.entries.get(name).map_or(0, |entry| entry.priority)
     }
 
     /// Takes the request of a tensor in a list.

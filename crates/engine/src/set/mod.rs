@@ -33,7 +33,9 @@ mod stall_inquiry;
 pub(crate) mod tests;
 
 pub(crate) use batch::row_share;
-pub use coordinator_decisions::{max_lists_in_execution, plan_fused_allreduces};
+pub use coordinator_decisions::{
+    PRIORITIZED_LIST_BYTES, max_lists_in_execution, plan_fused_allreduces, plan_prioritized_list,
+};
 pub(crate) use local_requests::{FinishedRequest, PendingEntry};
 pub(crate) use set_scope::ProcessSetContext;
 
@@ -285,7 +287,7 @@ impl ProcessSet {
         }
         let mut frame = std::mem::take(&mut self.scratch);
         frame.clear();
-        let list = self.negotiation.plan_next_list(&self.scope, &mut frame);
+        let list = self.negotiation.plan_next_list(&self.scope, &self.requests, &mut frame);
         // Children first: the list has a longer way to them, and this member would only delay it.
         self.links.send_to_children(frame_kinds::RESPONSE_LIST, &frame)?;
         self.scratch = frame;

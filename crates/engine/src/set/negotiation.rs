@@ -25,6 +25,7 @@ use farandole_negotiation::{
 use super::control_links::{FrameFailure, frame_kinds};
 use super::coordinator_decisions::{ReadyTensor, SetCoordinator, TensorRefusal};
 use super::join::{JOIN_TENSOR_NAME, JoinState};
+use super::local_requests::LocalRequests;
 use super::operation_trace::trace_arrival;
 use super::response_list::{ResponseList, decode_list_updating_cache, encode_list_updating_cache};
 use super::set_scope::SetScope;
@@ -386,8 +387,14 @@ impl Negotiation {
     }
 
     /// Fuses the tensors that are ready into the next list, and writes the list into `frame`.
-    pub(super) fn plan_next_list(&mut self, scope: &SetScope, frame: &mut Vec<u8>) -> ResponseList {
-        let plan = self.coordinator.plan_next_list(&scope.context.settings);
+    pub(super) fn plan_next_list(
+        &mut self,
+        scope: &SetScope,
+        requests: &LocalRequests,
+        frame: &mut Vec<u8>,
+    ) -> ResponseList {
+        let priority_of = |name: &str| requests.priority_of(name);
+        let plan = self.coordinator.plan_next_list(&scope.context.settings, priority_of);
         encode_list_updating_cache(self.lists + 1, plan, &mut self.cache, frame)
     }
 

@@ -45,6 +45,7 @@ pub(crate) fn allreduce_request(
         input: input.as_buffer(),
         output: None,
         ready: None,
+        priority: 0,
         since,
         missing: None,
     };

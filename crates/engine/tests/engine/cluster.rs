@@ -250,6 +250,7 @@ pub(crate) fn request(
         output: None,
         process_set: ProcessSetId::GLOBAL,
         ready: None,
+        priority: 0,
     }
 }
 

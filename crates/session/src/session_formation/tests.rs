@@ -76,6 +76,7 @@ fn sum(session: &Session, values: &[f32]) -> Vec<f32> {
         output: None,
         process_set: ProcessSetId::GLOBAL,
         ready: None,
+        priority: 0,
     };
     let handle = session.engine().submit(request).unwrap();
     let completion = session.engine().wait(handle, LIMIT).unwrap().unwrap();
@@ -287,6 +288,7 @@ fn sum_in(session: &Session, set: ProcessSetId) -> f32 {
         output: None,
         process_set: set,
         ready: None,
+        priority: 0,
     };
     let handle = session.engine().submit(request).unwrap();
     let completion = session.engine().wait(handle, LIMIT).unwrap().unwrap();
