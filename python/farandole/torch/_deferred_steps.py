@@ -106,9 +106,13 @@ class DeferredSteps:
             if slot.parameter.grad is not None
         ]
 
+        is_done = False
+
         def finish() -> None:
+            nonlocal is_done
+            is_present, is_done = not is_done, True
             # A world that is lost has reset its buckets: their gradients are lost with it.
-            if not bucket.started:
+            if not (is_present and bucket.started):
                 return
             changed = [
                 slot.name
