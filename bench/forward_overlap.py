@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Training steps whose gradients need longer on the network than the backward pass: with
+`DistributedOptimizer.overlap_forward` and without, in turns in the same processes.
+
+The ranks are on hosts that are network namespaces, shaped by `tc tbf`. As in VGG, the first layers
+have most of the work and the last ones most of the parameters. Writes
+bench/results/forward_overlap.json.
+
+    bench/forward_overlap.sh [--hosts 2] [--rate 2gbit] [--rounds 5] [--steps 4]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import statistics
+import sys
+import time
+from contextlib import ExitStack
+from typing import Any
+
+from netns import HUB, SUBNET, Host, bridge, plugged
+from saved import save
+
+WIDTH, LAYERS, ROWS = 512, 8, 2048
+"""Of the first layers; rows of a batch."""
+POOLED_ROWS, DENSE_WIDTH = 64, 24_576
+"""Rows and width of the last layers: 25 M parameters."""
+
+
+def make_model() -> Any:
+    """Returns a network with its work in the first layers and its parameters in the last ones."""
+    import torch  # noqa: PLC0415 - only ranks need it
+
+    torch.manual_seed(1)
+    layers: list[torch.nn.Module] = []
+    for _ in range(LAYERS):
+        layers += [torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU()]
+    # Neighbouring rows are averaged, as pooling reduces the pixels of an image.
+    pooling = [
+        torch.nn.Unflatten(0, (POOLED_ROWS, ROWS // POOLED_ROWS)),
+        torch.nn.AdaptiveAvgPool2d((1, WIDTH)),
+        torch.nn.Flatten(1),
+    ]
+    dense = [torch.nn.Linear(WIDTH, DENSE_WIDTH), torch.nn.ReLU()]
+    return torch.nn.Sequential(*layers, *pooling, *dense, torch.nn.Linear(DENSE_WIDTH, WIDTH))
+
+
+def time_step(trainer: tuple[Any, Any], rows: Any, steps: int) -> float:
+    """Trains; returns the seconds of a step, until all parameters are there on all ranks."""
+    import farandole.torch as hvd  # noqa: PLC0415 - only ranks need it
+
+    model, optimizer = trainer
+    hvd.barrier()
+    began = time.perf_counter()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(rows).square().mean().backward()
+        optimizer.step()
+    if hasattr(optimizer, "wait_for_parameters"):
+        optimizer.wait_for_parameters()
+    hvd.barrier()
+    return (time.perf_counter() - began) / steps
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """One rank: measures steps; rank 0 prints a line of JSON."""
+    import torch  # noqa: PLC0415 - only ranks need it
+
+    import farandole.torch as hvd  # noqa: PLC0415
+
+    torch.set_num_threads(1)
+    hvd.init()
+    rows = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(hvd.rank()))
+    trainers: dict[str, tuple[Any, Any]] = {}
+    for way in ("waits", "overlaps", "alone"):
+        model = make_model()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-3)
+        if way != "alone":
+            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        if way == "overlaps":
+            optimizer.overlap_forward(model)
+        trainers[way] = model, optimizer
+
+    times: dict[str, list[float]] = {way: [] for way in trainers}
+    for trainer in trainers.values():
+        time_step(trainer, rows, 2)
+    for _ in range(arguments.rounds):
+        for way, taken in times.items():
+            taken.append(time_step(trainers[way], rows, arguments.steps))
+    states = [list(trainers[way][0].parameters()) for way in ("waits", "overlaps")]
+    if not all(map(torch.equal, *states)):
+        sys.exit("forward_overlap: the parameters differ")
+    if hvd.rank() == 0:
+        medians = {way: statistics.median(taken) for way, taken in times.items()}
+        print(json.dumps(medians), flush=True)
+    hvd.shutdown()
+
+
+def agent(number: int, arguments: argparse.Namespace) -> None:
+    """The process of a host: brings its network up and runs its rank."""
+    from farandole._native.launcher import run_agent  # noqa: PLC0415 - needed here only
+
+    ticket, _ = plugged(number, arguments.rate)
+    if not ticket:
+        return
+    worker = [sys.executable, __file__, "--worker", *shared_options(arguments)]
+    env: dict[str, str | None] = {"OMP_NUM_THREADS": "1"}
+    outcome = run_agent(ticket, number, worker, env=env, stream_output=False)
+    if outcome.exit_code != 0:
+        sys.exit(f"forward_overlap: rank {outcome.rank}: {outcome.reason}\n{outcome.stderr_tail}")
+
+
+def shared_options(arguments: argparse.Namespace) -> list[str]:
+    """Returns the options for the processes of hosts and ranks."""
+    names = ("rate", "rounds", "steps")
+    return [word for name in names for word in (f"--{name}", str(getattr(arguments, name)))]
+
+
+def run(arguments: argparse.Namespace) -> dict[str, float]:
+    """Trains in a world of hosts and returns the median seconds of a step in each way."""
+    from farandole._native.registrar import Registrar  # noqa: PLC0415 - needed here only
+
+    found: dict[str, float] = {}
+    with ExitStack() as stack:
+        registrar = stack.enter_context(Registrar(arguments.hosts, host=f"{SUBNET}.{HUB}"))
+        options = shared_options(arguments)
+        hosts = [
+            stack.enter_context(Host(number, options, __file__))
+            for number in range(arguments.hosts)
+        ]
+        for host in hosts:
+            host.start(registrar.ticket)
+        for line in hosts[0].lines():
+            if line.startswith("{"):
+                found = json.loads(line)
+            else:
+                print(line)
+        codes = [host.process.wait(60) for host in hosts]
+    if any(codes):
+        sys.exit(f"forward_overlap: hosts ended with {codes}")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hosts", type=int, default=2, help="hosts of one rank each")
+    parser.add_argument("--rate", default="2gbit", help="what tc shapes each host to; 0: nothing")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each way")
+    parser.add_argument("--steps", type=int, default=4, help="steps of a turn")
+    parser.add_argument("--keep", action="store_true", help="print only, and write no file")
+    parser.add_argument("--agent", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        measure(arguments)
+        return
+    if arguments.agent is not None:
+        agent(int(arguments.agent), arguments)
+        return
+    # The first process of a namespace ignores what it does not handle.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("forward_overlap: ended by SIGTERM"))
+    began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    bridge()
+    found = run(arguments)
+    ratio = found["overlaps"] / found["waits"]
+    print(
+        f"{arguments.hosts} hosts, {arguments.rate}: a step takes {found['waits'] * 1e3:.0f} ms, "
+        f"{found['overlaps'] * 1e3:.0f} ms with overlap_forward ({ratio:.2f}), "
+        f"{found['alone'] * 1e3:.0f} ms without reductions"
+    )
+    if not arguments.keep:
+        options = {"hosts": arguments.hosts, "rate": arguments.rate}
+        save("forward_overlap", {**options, **found}, began=began)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("forward_overlap: interrupted")
