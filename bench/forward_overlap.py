@@ -25,7 +25,7 @@ from netns import HUB, SUBNET, Host, bridge, plugged
 from saved import save
 
 WIDTH, LAYERS, ROWS = 512, 8, 2048
-"""Of the first layers; rows of a batch."""
+"""Width and number of the first layers; rows of a batch."""
 POOLED_ROWS, DENSE_WIDTH = 64, 24_576
 """Rows and width of the last layers: 25 M parameters."""
 

@@ -64,12 +64,12 @@ mod tune;
 
 /// Planning rules of the control plane, for simulators: no running world is needed.
 pub mod control_plane_model {
-    pub use farandole_negotiation::control_parents;
-
-    pub use crate::set::{
-        PRIORITIZED_LIST_BYTES, max_lists_in_execution, plan_fused_allreduces,
+    pub use farandole_negotiation::{
+        PRIORITIZED_LIST_BYTES, PrioritizedTensor, control_parents, plan_fused_allreduces,
         plan_prioritized_list,
     };
+
+    pub use crate::set::max_lists_in_execution;
 }
 
 pub use callbacks::CompletionCallback;

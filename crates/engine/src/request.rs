@@ -146,8 +146,8 @@ pub struct CollectiveRequest {
     pub process_set: ProcessSetId,
     /// Work on the device that must be done before `input` is read and `output` written.
     pub ready: Option<Arc<dyn DeviceEvent>>,
-    /// Of the operations that all ranks have submitted, those of a higher priority are executed
-    /// first. The values of the coordinator, the first rank of the set, count.
+    /// Operations of a higher priority are executed first, as soon as all ranks have submitted
+    /// them. The values of the coordinator, the first rank of the set, count.
     pub priority: i32,
 }
 

@@ -52,6 +52,15 @@ impl CachedResponse {
         Arc::new(Self::new(Arc::clone(&self.name), self.signature.clone(), self.rows.clone()))
     }
 
+    /// Returns the bytes of this tensor in its operation.
+    pub fn tensor_bytes(&self) -> u64 {
+        let unit = self.signature.row_or_tensor_bytes();
+        if self.signature.call.row_counts_per_member() == 0 {
+            return unit;
+        }
+        self.rows.iter().fold(0u64, |sum, rows| sum.saturating_add(*rows)).saturating_mul(unit)
+    }
+
     /// Returns whether this is an alltoall whose rows are not known yet.
     pub fn lacks_splits(&self) -> bool {
         matches!(self.signature.call, CollectiveCall::Alltoall { .. })

@@ -5,9 +5,9 @@
 //! request.
 //!
 //! This crate owns the part of a request on which all ranks must agree, the tally of announcements,
-//! the cache of agreed requests, the shape of the control tree, and the encoding of control frames.
-//! It has no thread, lock, link, buffer or communicator, and reads no clock. The engine moves the
-//! frames, decides the next response list, and executes it.
+//! the cache of agreed requests, the fusion and order of tensors, the shape of the control tree,
+//! and the encoding of control frames. It has no thread, lock, link, buffer or communicator, and
+//! reads no clock. The engine moves the frames, decides the next response list, and executes it.
 //!
 //! ```text
 //!  ControlTree: a member, its parent, the members below each child
@@ -30,6 +30,7 @@
 
 mod announcement_tally;
 mod cache;
+mod fusion;
 mod hash;
 mod signature;
 mod tree;
@@ -39,6 +40,10 @@ pub use announcement_tally::{
     Announcement, AnnouncementTally, RequestVariant, rank_ranges_text, resolve_variants,
 };
 pub use cache::{AlltoallSplits, CacheId, CachedResponse, ResponseCache};
+pub use fusion::{
+    PRIORITIZED_LIST_BYTES, PrioritizedTensor, plan_fused_allreduces, plan_fused_operations,
+    plan_prioritized_list,
+};
 pub use hash::{FastHashMap, FastHashSet, FastHasher, hash_names};
 pub use signature::{ChangeTopic, CollectiveCall, MemorySite, RequestSignature, operation_text};
 pub use tree::{ControlTree, control_parents, control_peers};

@@ -6,7 +6,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use farandole_engine::control_plane_model;
+use farandole_engine::control_plane_model::{self, PrioritizedTensor};
 
 use crate::events::bytes_to_f64;
 use crate::models::{ModelProfile, PassTiming};
@@ -167,7 +167,7 @@ impl<'a> SimulatedPasses<'a> {
 struct AnnouncedPart {
     layer: usize,
     bytes: u64,
-    /// When the coordinator knows that all ranks have it.
+    /// Time at which the coordinator knows that all ranks have it.
     known_at: f64,
 }
 
@@ -179,7 +179,7 @@ struct SimulatedReductions {
     max_lists: usize,
     /// In order of readiness.
     waiting: Vec<AnnouncedPart>,
-    /// When the lists end that are under way.
+    /// Times at which the lists end that are under way.
     under_way: VecDeque<f64>,
     now: f64,
     busy_until: f64,
@@ -239,9 +239,13 @@ impl SimulatedReductions {
         }
         // Gradients that are ready by now can come in the same list.
         let known = self.waiting.iter().take_while(|part| part.known_at <= self.now);
-        let weights: Vec<(i32, u64)> =
-            known.map(|part| (self.priority(part.layer), part.bytes)).collect();
-        let chosen = control_plane_model::plan_prioritized_list(&weights);
+        let tensor = |part: &AnnouncedPart| PrioritizedTensor {
+            priority: self.priority(part.layer),
+            bytes: part.bytes,
+            group: 0,
+        };
+        let tensors: Vec<_> = known.map(tensor).collect();
+        let chosen = control_plane_model::plan_prioritized_list(&tensors);
         let bytes: Vec<u64> = chosen.iter().map(|index| self.waiting[*index].bytes).collect();
         // A list begins when the ranks have it and the list before has ended.
         self.busy_until = self.busy_until.max(self.now + self.distribute);

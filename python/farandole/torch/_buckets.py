@@ -99,7 +99,7 @@ class GradientBucket:
         """Number of missing gradients."""
         self.started = False
         self.priority = 0
-        """Of buckets that all ranks have started, those of a higher priority are reduced first."""
+        """Rank among the buckets that all processes have started: the highest is reduced first."""
         self.divides_large_gradients = False
         """Whether a gradient larger than a list with priorities is reduced in parts, which other
         buckets can overtake.

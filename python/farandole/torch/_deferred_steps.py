@@ -171,9 +171,9 @@ def require_separable_optimizer(make_optimizer: Callable[[list[Any]], Any]) -> N
     # An optimizer that is still warming up does not move.
     known = {"capturable": False, "lr": 0.1}
 
-    def train(indices: list[int], batches: list[list[int]]) -> list[torch.Tensor]:
-        parameters = {index: torch.nn.Parameter(starts[index].clone()) for index in indices}
-        optimizer = make_optimizer(list(parameters.values()))
+    def train(batches: list[list[int]]) -> list[torch.Tensor]:
+        parameters = [torch.nn.Parameter(start.clone()) for start in starts]
+        optimizer = make_optimizer(parameters)
         options = dict(optimizer.param_groups[0])
         options |= {key: value for key, value in known.items() if key in options}
         options.pop("params")
@@ -185,10 +185,10 @@ def require_separable_optimizer(make_optimizer: Callable[[list[Any]], Any]) -> N
                 for index in batch:
                     parameters[index].grad = gradient[index].clone()
                 optimizer.step()
-        return [parameter.detach() for parameter in parameters.values()]
+        return [parameter.detach() for parameter in parameters]
 
-    together, apart = train([0, 1], [[0, 1]]), train([0, 1], [[0], [1]])
-    if not all(map(torch.equal, together, apart)):
+    whole_steps, single_steps = train([[0, 1]]), train([[0], [1]])
+    if not all(map(torch.equal, whole_steps, single_steps)):
         raise ValueError(
             "overlap_forward needs an optimizer whose step on each parameter depends on that "
             "parameter and its gradient alone, such as SGD or AdamW"

@@ -116,7 +116,7 @@ class GradientReducer:
             known = [
                 positions[slot.parameter] for slot in bucket.slots if slot.parameter in positions
             ]
-            # Other operations, such as those of a synchronized batch normalization, have 0.
+            # Other operations, as in a forward pass, have the priority 0 and come before these.
             bucket.priority = -1 - min(known, default=0)
 
     def adopt_present_world(self) -> None:

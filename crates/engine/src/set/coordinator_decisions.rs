@@ -12,13 +12,12 @@
 //! from a backward pass, need 6 to 11 lists, each with the tensors that came during the previous
 //! list; there a fuller list only leaves the links idle.
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Instant;
 
-use farandole_kernels::{DataType, ReduceOp};
 use farandole_negotiation::{
-    CacheId, CachedResponse, CollectiveCall, FastHashMap, MemorySite, RequestSignature,
+    CacheId, CachedResponse, CollectiveCall, FastHashMap, PrioritizedTensor, plan_fused_operations,
+    plan_prioritized_list,
 };
 use farandole_world::ProcessSetId;
 
@@ -136,10 +135,6 @@ impl SetCoordinator {
     }
 }
 
-/// Bytes of tensors in a list whose tensors have priorities. Tensors that become ready during a list
-/// cannot overtake it, and many small lists cost more than a few large ones.
-pub const PRIORITIZED_LIST_BYTES: u64 = 32 << 20;
-
 /// Divides decisions into those of the next list, by descending priority, and those that wait.
 /// Without priorities, all come in the next list.
 fn divide_by_priority(
@@ -149,58 +144,17 @@ fn divide_by_priority(
     if decisions.len() < 2 {
         return (decisions, Vec::new());
     }
-    let mut units: Vec<PriorityUnit> = Vec::with_capacity(decisions.len());
+    let mut tensors = Vec::with_capacity(decisions.len());
     for decision in &decisions {
         // A join is decided after all tensors before it, and refusals are rare.
         let CoordinatorDecision::Run(ready) = decision else { return (decisions, Vec::new()) };
-        let group = ready.agreed.signature.group;
-        let (priority, bytes) = (priority_of(&ready.agreed.name), tensor_bytes(&ready.agreed));
-        match units.last_mut() {
-            Some(unit) if group != 0 && unit.group == group => {
-                unit.tensors += 1;
-                unit.priority = unit.priority.max(priority);
-                unit.bytes = unit.bytes.saturating_add(bytes);
-            }
-            _ => units.push(PriorityUnit { group, tensors: 1, priority, bytes }),
-        }
+        let (priority, bytes) = (priority_of(&ready.agreed.name), ready.agreed.tensor_bytes());
+        tensors.push(PrioritizedTensor { priority, bytes, group: ready.agreed.signature.group });
     }
-    let weights: Vec<_> = units.iter().map(|unit| (unit.priority, unit.bytes)).collect();
-    let next = plan_prioritized_list(&weights);
-    let mut remaining = decisions.into_iter();
-    let mut members: Vec<Vec<CoordinatorDecision>> =
-        units.iter().map(|unit| remaining.by_ref().take(unit.tensors).collect()).collect();
-    let first = next.iter().flat_map(|unit| std::mem::take(&mut members[*unit])).collect();
-    (first, members.into_iter().flatten().collect())
-}
-
-/// A tensor, or the members of a group, which come one after the other and in one list (EN-3).
-struct PriorityUnit {
-    group: u64,
-    tensors: usize,
-    priority: i32,
-    bytes: u64,
-}
-
-/// Chooses the tensors of the next list, if some have a priority: the highest first, those of one
-/// priority in order of readiness, up to [`PRIORITIZED_LIST_BYTES`] or one larger tensor.
-/// `tensors` holds the priority and the bytes of each tensor, in order of readiness. Returns
-/// indices; all of them, in order, if no tensor has a priority other than 0.
-pub fn plan_prioritized_list(tensors: &[(i32, u64)]) -> Vec<usize> {
-    let mut order: Vec<usize> = (0..tensors.len()).collect();
-    if tensors.iter().all(|(priority, _)| *priority == 0) {
-        return order;
-    }
-    order.sort_by_key(|index| std::cmp::Reverse(tensors[*index].0));
-    let (mut sum, mut count) = (0u64, 0);
-    for index in &order {
-        sum = sum.saturating_add(tensors[*index].1);
-        if count > 0 && sum > PRIORITIZED_LIST_BYTES {
-            break;
-        }
-        count += 1;
-    }
-    order.truncate(count);
-    order
+    let next = plan_prioritized_list(&tensors);
+    let mut decisions: Vec<_> = decisions.into_iter().map(Some).collect();
+    let first = next.iter().filter_map(|index| decisions[*index].take()).collect();
+    (first, decisions.into_iter().flatten().collect())
 }
 
 /// Returns the largest number of response lists that may be in execution at a time. With one list,
@@ -210,33 +164,6 @@ pub fn max_lists_in_execution(hosts: usize) -> u64 {
     if hosts > 1 { 2 } else { 1 }
 }
 
-/// Fuses allreduces that are ready at once into operations of at most `threshold` bytes. `bytes`
-/// holds the size of each tensor, in order of readiness. Returns one list per operation, with the
-/// indices of its tensors.
-pub fn plan_fused_allreduces(bytes: &[u64], threshold: u64) -> Vec<Vec<usize>> {
-    let one = 1f64.to_bits();
-    let signature = |bytes: u64| RequestSignature {
-        call: CollectiveCall::Allreduce { op: ReduceOp::Sum, prescale: one, postscale: one },
-        dtype: DataType::U8,
-        shape: vec![bytes],
-        site: MemorySite::Host,
-        group: 0,
-        group_size: 0,
-    };
-    let decision = |(place, bytes): (usize, &u64)| {
-        let agreed = CachedResponse::new(place.to_string().into(), signature(*bytes), Vec::new());
-        CoordinatorDecision::Run(ReadyTensor { agreed: Arc::new(agreed), known: None })
-    };
-    let decisions = bytes.iter().enumerate().map(decision).collect();
-    let places = |planned: PlannedListItem| match planned {
-        PlannedListItem::Run(tensors) => {
-            tensors.iter().filter_map(|ready| ready.agreed.name.parse::<usize>().ok()).collect()
-        }
-        PlannedListItem::Refuse(_) | PlannedListItem::Joined(_) => Vec::new(),
-    };
-    fuse_decisions(decisions, threshold, true).into_iter().map(places).collect()
-}
-
 /// Reports the allreduces of the next list to the autotuner.
 fn report_allreduces_to_tuner(tuner: &mut Autotuner, decisions: &[CoordinatorDecision]) {
     let now = Instant::now();
@@ -244,46 +171,29 @@ fn report_allreduces_to_tuner(tuner: &mut Autotuner, decisions: &[CoordinatorDec
         if let CoordinatorDecision::Run(ready) = decision
             && matches!(ready.agreed.signature.call, CollectiveCall::Allreduce { .. })
         {
-            tuner.observe_allreduce(&ready.agreed.name, tensor_bytes(&ready.agreed), now);
+            tuner.observe_allreduce(&ready.agreed.name, ready.agreed.tensor_bytes(), now);
         }
     }
 }
 
-/// Returns the number of bytes of this tensor in its operation.
-fn tensor_bytes(agreed: &CachedResponse) -> u64 {
-    let unit = agreed.signature.row_or_tensor_bytes();
-    if agreed.signature.call.row_counts_per_member() == 0 {
-        return unit;
-    }
-    agreed.rows.iter().fold(0u64, |sum, rows| sum.saturating_add(*rows)).saturating_mul(unit)
-}
-
-/// Returns whether two tensors may share an operation. Without `across`, tensors of a group are
-/// fused only with tensors of the same group.
-fn can_fuse(one: &RequestSignature, two: &RequestSignature, across: bool) -> bool {
-    !one.call.moves_no_data()
-        // Each alltoall exchanges the row counts of its own tensor.
-        && !matches!(one.call, CollectiveCall::Alltoall { .. })
-        && one.call == two.call
-        && one.dtype == two.dtype
-        && one.site == two.site
-        && (across || (one.group, one.group_size) == (two.group, two.group_size))
-}
-
-/// Number of open operations of one kind that are searched for room before a new one is opened.
-const MAX_OPEN_OPERATIONS_PER_KIND: usize = 4;
-
-/// Fuses tensors in order of readiness: each tensor goes into the first of the last few operations
-/// of its kind that has room. So a tensor that does not fit does not keep later ones out of this
-/// operation.
+/// Fuses tensors, see [`plan_fused_operations`]. An operation comes where its first tensor was.
 fn fuse_decisions(
     decisions: Vec<CoordinatorDecision>,
     threshold: u64,
     across: bool,
 ) -> Vec<PlannedListItem> {
+    let tensors: Vec<_> = decisions
+        .iter()
+        .filter_map(|decision| match decision {
+            CoordinatorDecision::Run(ready) => {
+                Some((&ready.agreed.signature, ready.agreed.tensor_bytes()))
+            }
+            _ => None,
+        })
+        .collect();
+    let mut operations = plan_fused_operations(&tensors, threshold, across).into_iter();
+    let mut positions: Vec<usize> = Vec::new();
     let mut plan: Vec<PlannedListItem> = Vec::with_capacity(decisions.len());
-    // For each kind, the operations with room: their indices in the plan, with their bytes.
-    let mut kinds: Vec<VecDeque<(usize, u64)>> = Vec::new();
     for decision in decisions {
         let ready = match decision {
             CoordinatorDecision::Run(ready) => ready,
@@ -296,34 +206,15 @@ fn fuse_decisions(
                 continue;
             }
         };
-        let (bytes, next) = (tensor_bytes(&ready.agreed), plan.len());
-        let kind = kinds.iter_mut().find(|open| {
-            match open.front().and_then(|(index, _)| plan.get(*index)) {
-                Some(PlannedListItem::Run(operation)) => {
-                    can_fuse(&operation[0].agreed.signature, &ready.agreed.signature, across)
-                }
-                _ => false,
+        // Operations are numbered by their first tensors.
+        let number = operations.next().unwrap_or(positions.len());
+        match positions.get(number).and_then(|position| plan.get_mut(*position)) {
+            Some(PlannedListItem::Run(operation)) => operation.push(ready),
+            _ => {
+                positions.push(plan.len());
+                plan.push(PlannedListItem::Run(vec![ready]));
             }
-        });
-        let Some(open) = kind else {
-            kinds.push(VecDeque::from([(next, bytes)]));
-            plan.push(PlannedListItem::Run(vec![ready]));
-            continue;
-        };
-        // A tensor above the threshold finds no room and gets an operation of its own.
-        let room = open.iter_mut().find(|(_, sum)| sum.saturating_add(bytes) <= threshold);
-        if let Some((index, sum)) = room
-            && let PlannedListItem::Run(operation) = &mut plan[*index]
-        {
-            *sum += bytes;
-            operation.push(ready);
-            continue;
         }
-        open.push_back((next, bytes));
-        if open.len() > MAX_OPEN_OPERATIONS_PER_KIND {
-            open.pop_front();
-        }
-        plan.push(PlannedListItem::Run(vec![ready]));
     }
     plan
 }
@@ -332,6 +223,7 @@ fn fuse_decisions(
 mod tests {
 
     use farandole_kernels::DataType;
+    use farandole_negotiation::{PRIORITIZED_LIST_BYTES, RequestSignature};
 
     use super::*;
     use crate::set::tests::plain;
@@ -397,27 +289,6 @@ mod tests {
         };
         assert_eq!(names(&fuse_decisions(decisions(), 64, false)), ["ab", "x", "c"]);
         assert_eq!(names(&fuse_decisions(decisions(), 64, true)), ["axbc"]);
-    }
-
-    #[test]
-    fn the_plan_of_a_simulator_fuses_as_the_coordinator_does() {
-        assert_eq!(plan_fused_allreduces(&[2, 3, 2, 1], 4), [vec![0, 2], vec![1, 3]]);
-        assert_eq!(plan_fused_allreduces(&[2, 3], 0), [vec![0], vec![1]]);
-        assert!(plan_fused_allreduces(&[], 4).is_empty());
-    }
-
-    #[test]
-    fn tensors_without_priorities_come_in_one_list_in_order() {
-        assert_eq!(plan_prioritized_list(&[(0, u64::MAX), (0, 5)]), [0, 1]);
-    }
-
-    #[test]
-    fn a_list_has_the_highest_priorities_and_a_limit_of_bytes() {
-        let half = PRIORITIZED_LIST_BYTES / 2;
-        assert_eq!(plan_prioritized_list(&[(-3, half), (-1, half), (0, half)]), [2, 1]);
-        assert_eq!(plan_prioritized_list(&[(-3, half), (-3, half), (-3, 1)]), [0, 1]);
-        assert_eq!(plan_prioritized_list(&[(-1, 3 * half), (-2, 1)]), [0], "too large, but first");
-        assert_eq!(plan_prioritized_list(&[(-2, 1), (-1, 3 * half)]), [1]);
     }
 
     #[test]

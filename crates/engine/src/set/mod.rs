@@ -33,9 +33,7 @@ mod stall_inquiry;
 pub(crate) mod tests;
 
 pub(crate) use batch::row_share;
-pub use coordinator_decisions::{
-    PRIORITIZED_LIST_BYTES, max_lists_in_execution, plan_fused_allreduces, plan_prioritized_list,
-};
+pub use coordinator_decisions::max_lists_in_execution;
 pub(crate) use local_requests::{FinishedRequest, PendingEntry};
 pub(crate) use set_scope::ProcessSetContext;
 
