@@ -95,8 +95,15 @@ class LightningState(TorchState):
             **kwargs: As for `Trainer.fit`; the first world starts from a given `ckpt_path`.
 
         Raises:
-            ValueError: The trainer has `max_steps`, by which Lightning counts otherwise.
+            ValueError: The trainer has `max_steps`, by which Lightning counts otherwise, or its
+                strategy divides the model.
         """
+        if hasattr(type(trainer.strategy), "device_mesh"):
+            raise ValueError(
+                "an elastic fit needs a whole model on each rank, because the part of a lost rank "
+                f"is lost: {type(trainer.strategy).__name__} divides it. Start the job again from "
+                "its last checkpoint, which any number of ranks can read"
+            )
         if trainer.max_steps != -1:
             raise ValueError(
                 f"an elastic fit must end by max_epochs, not by max_steps: {trainer.max_steps}"
