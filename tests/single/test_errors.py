@@ -15,6 +15,7 @@ from farandole.common.exceptions import (
     FarandoleUsageError,
     HorovodInternalError,
 )
+from farandole.torch import elastic
 
 
 def refusals(hvd):
@@ -69,6 +70,25 @@ def test_an_elastic_function_still_tries_again_after_a_lost_rank():
 
     assert run_fn(train, lambda: calls.append("reset"))(state()) == "trained"
     assert calls == ["train", "reset", "train"]
+
+
+def test_an_error_that_passed_through_c_plus_plus_is_still_a_lost_rank(monkeypatch):
+    calls = []
+    monkeypatch.setattr(elastic, "leave_and_join", lambda: calls.append("reset"))
+
+    def train(_, text):
+        calls.append("train")
+        if len(calls) < 3:
+            raise RuntimeError(text)
+        return "trained"
+
+    lost = "FarandoleInternalError: rank 1 is gone\n\nAt: reducer.cpp"
+    assert elastic.run(train)(state(), lost) == "trained"
+    assert calls == ["train", "reset", "train"]
+    calls.clear()
+    with pytest.raises(RuntimeError, match="another"):
+        elastic.run(train)(state(), "another error")
+    assert calls == ["train"]
 
 
 def test_warnings_begin_with_horovods_words(hvd):

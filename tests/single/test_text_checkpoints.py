@@ -33,6 +33,7 @@ from farandole.spark.transformers.adapters import add_adapter
 from farandole.spark.transformers.checkpoint import open_checkpoint
 from farandole.spark.transformers.model import create_tokenization
 from farandole.spark.transformers.networks import TextNetwork
+from farandole.spark.vision.backbones import ModuleBackbone
 from farandole.stores.pickle_policy import PickleNotAllowedError
 
 pytestmark = [
@@ -266,8 +267,12 @@ def test_the_longest_text_fits_the_positions(tmp_path, kind):
         assert TextNetwork(loaded.network, 0).eval()(torch.from_numpy(tokens)).isfinite().all()
 
 
-def test_threads_draw_the_same_weights(checkpoint, monkeypatch):
+def test_threads_draw_the_same_weights_of_texts_and_images(checkpoint, monkeypatch):
+    images = ModuleBackbone(torch.nn.Sequential(torch.nn.Linear(SIZES["hidden_size"], 5)))
+
     def head_of(seed):
+        if seed % 2:
+            return images.load_backbone(("a", "b"), seed).network[0].weight
         return load_classifier(checkpoint, seed).network.classifier.weight
 
     seeds, found, seed_all = range(1, 5), {}, torch.manual_seed

@@ -155,6 +155,14 @@ def start_heap_trimmer() -> None:
         ).start()
 
 
+def map_large_blocks() -> None:
+    """Makes the C library map large blocks of this process separately, if it can: for a program
+    that often frees large blocks, and allocates small ones between them.
+    """
+    with suppress(OSError, AttributeError):
+        MallocHeap().map_large_blocks()
+
+
 def _run_trimmer(watch: HeapTrimmer) -> None:
     pause = threading.Event()
     with suppress(OSError):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
 """Lightning on Farandole's engine: once this is imported, `Trainer(strategy="farandole")` trains on
-all ranks.
+all ranks, and `Trainer(strategy="farandole_fsdp")` a model that is divided among them.
 
 Processes are started by `farandole run`, a Spark job or another launcher; each uses one device.
 Gradients, metrics with `sync_dist=True` and torchmetrics go through `torch.distributed` with the
@@ -22,8 +22,13 @@ if find_spec("lightning") is None and find_spec("pytorch_lightning") is None:
         "farandole.lightning needs Lightning: pip install farandole[lightning]", name="lightning"
     )
 
-from farandole.lightning.strategy import FarandoleEnvironment, FarandoleStrategy, register
+from farandole.lightning.strategy import (
+    FarandoleEnvironment,
+    FarandoleShardingStrategy,
+    FarandoleStrategy,
+    register,
+)
 
-__all__ = ["FarandoleEnvironment", "FarandoleStrategy", "register"]
+__all__ = ["FarandoleEnvironment", "FarandoleShardingStrategy", "FarandoleStrategy", "register"]
 
 register()

@@ -17,7 +17,6 @@ Example:
 
 from __future__ import annotations
 
-import functools
 import inspect
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,7 +26,7 @@ import torch.distributed as dist
 
 from farandole.common import basics, scratch_directories
 from farandole.common.elastic import leave, run_fn
-from farandole.common.exceptions import FarandoleInternalError
+from farandole.torch._ddp_errors import restore_error_types
 from farandole.torch.elastic.sampler import ElasticSampler
 from farandole.torch.elastic.state import TorchState
 from farandole.torch.elastic.state_copies import copy_state
@@ -52,20 +51,7 @@ def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
     Returns:
         A function of the same arguments and result.
     """
-
-    @functools.wraps(func)
-    def run_translating_errors(*args: Any, **kwargs: Any) -> _Result:
-        try:
-            return func(*args, **kwargs)
-        except RuntimeError as error:
-            # An error that passed through DistributedDataParallel's C++ has kept only its text.
-            if isinstance(
-                error, FarandoleInternalError
-            ) or FarandoleInternalError.__name__ not in str(error):
-                raise
-            raise FarandoleInternalError(str(error)) from error
-
-    return run_fn(run_translating_errors, _restart_session)
+    return run_fn(restore_error_types(func), _restart_session)
 
 
 def _restart_session() -> None:
@@ -109,8 +95,15 @@ class LightningState(TorchState):
             **kwargs: As for `Trainer.fit`; the first world starts from a given `ckpt_path`.
 
         Raises:
-            ValueError: The trainer has `max_steps`, by which Lightning counts otherwise.
+            ValueError: The trainer has `max_steps`, by which Lightning counts otherwise, or its
+                strategy divides the model.
         """
+        if hasattr(type(trainer.strategy), "device_mesh"):
+            raise ValueError(
+                "an elastic fit needs a whole model on each rank, because the part of a lost rank "
+                f"is lost: {type(trainer.strategy).__name__} divides it. Start the job again from "
+                "its last checkpoint, which any number of ranks can read"
+            )
         if trainer.max_steps != -1:
             raise ValueError(
                 f"an elastic fit must end by max_epochs, not by max_steps: {trainer.max_steps}"

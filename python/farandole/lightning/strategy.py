@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The strategy: DistributedDataParallel over the backend `"farandole"`, in processes that a
-launcher started.
+"""The strategies: DistributedDataParallel and FSDP2 over the backend `"farandole"`, in processes
+that a launcher started.
 
 Lightning has two packages with the same code, `lightning.pytorch` and `pytorch_lightning`, whose
-classes do not know each other. The strategy is created for the first, and for the other one on
+classes do not know each other. The strategies are created for the first, and for the other one on
 demand.
 """
 
@@ -24,10 +24,12 @@ import farandole.torch as hvd
 from farandole.torch.functions import broadcast_value
 
 if TYPE_CHECKING:
-    from lightning.pytorch.strategies import DDPStrategy
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 STRATEGY_NAMES = ("farandole", "horovod")
-"""Values for `Trainer(strategy=...)` that the registration adds."""
+"""Values for `Trainer(strategy=...)` with which each rank has the whole model."""
+SHARDING_STRATEGY_NAME = "farandole_fsdp"
+"""The value with which the model is divided among ranks."""
 
 _FABRIC_PACKAGES = {
     "lightning.pytorch": "lightning.fabric",
@@ -135,6 +137,44 @@ class _ExactIntegerMeans:
         return cast("Any", super()).reduce(tensor, group, reduce_op)
 
 
+class _RanksOfSession:
+    """Mixed in before a strategy: the session gives ranks, hosts and devices."""
+
+    _package: str
+
+    @property
+    def root_device(self: Any) -> torch.device:
+        """The device of this rank: of several, the one with its local rank."""
+        devices = self.parallel_devices or [torch.device("cpu")]
+        return devices[self.local_rank % len(devices)]
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks of this host."""
+        _ensure_initialized()
+        return hvd.local_size()
+
+    def set_world_ranks(self: Any) -> None:
+        """Sets this rank in Lightning's helpers."""
+        for name in (self._package, _FABRIC_PACKAGES[self._package]):
+            rank_zero = import_module(f"{name}.utilities.rank_zero").rank_zero_only
+            rank_zero.rank = self.global_rank
+
+    def _configure_launcher(self) -> None:
+        self._launcher = None
+
+    def _start_world(self) -> None:
+        """Starts the world, and torch.distributed in it."""
+        import torch.distributed as dist
+
+        import farandole.torch.distributed  # noqa: F401 - registers the backend
+
+        _ensure_initialized()
+        self.set_world_ranks()
+        if not dist.is_initialized():
+            dist.init_process_group("farandole", init_method="farandole://")
+
+
 @cache
 def cluster_environment_class(package: str) -> type[Any]:
     """Returns the class of Lightning's view of Farandole's world, for one of its packages.
@@ -158,10 +198,9 @@ def strategy_class(package: str) -> type[Any]:
         package: `lightning.pytorch` or `pytorch_lightning`.
     """
     base: type[DDPStrategy] = import_module(f"{package}.strategies").DDPStrategy
-    rank_zero = import_module(f"{package}.utilities.rank_zero").rank_zero_only
 
     class FarandoleStrategy(
-        _PlainValueBroadcast, _RefusesCpuSyncBatchNorm, _ExactIntegerMeans, base
+        _PlainValueBroadcast, _RefusesCpuSyncBatchNorm, _ExactIntegerMeans, _RanksOfSession, base
     ):
         """Trains one model on all ranks of Farandole's world.
 
@@ -171,34 +210,16 @@ def strategy_class(package: str) -> type[Any]:
         """
 
         strategy_name = "farandole"
+        _package = package
 
         def __init__(self, **kwargs: Any) -> None:
             kwargs.setdefault("cluster_environment", cluster_environment_class(package)())
             super().__init__(process_group_backend="farandole", **kwargs)
 
         @property
-        def root_device(self) -> torch.device:
-            """The device of this rank: of several, the one with its local rank."""
-            devices = self.parallel_devices or [torch.device("cpu")]
-            return devices[self.local_rank % len(devices)]
-
-        @property
-        def num_processes(self) -> int:
-            """Ranks of this host."""
-            _ensure_initialized()
-            return hvd.local_size()
-
-        @property
         def distributed_sampler_kwargs(self) -> dict[str, Any]:
             """The arguments of a sampler."""
             return {"num_replicas": self.world_size, "rank": self.global_rank}
-
-        def set_world_ranks(self) -> None:
-            """Sets this rank in Lightning's helpers."""
-            rank_zero.rank = self.global_rank
-            import_module(
-                f"{_FABRIC_PACKAGES[package]}.utilities.rank_zero"
-            ).rank_zero_only.rank = self.global_rank
 
         def _register_ddp_hooks(self) -> None:
             # Lightning's own leaves them out on CPUs, where they work as well here.
@@ -206,22 +227,49 @@ def strategy_class(package: str) -> type[Any]:
                 self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper
             )
 
-        def _configure_launcher(self) -> None:
-            self._launcher = None
-
         def setup_distributed(self) -> None:
             """Starts the world, and torch.distributed in it."""
-            import torch.distributed as dist
-
-            import farandole.torch.distributed  # noqa: F401 - registers the backend
-
-            _ensure_initialized()
-            self.set_world_ranks()
-            if not dist.is_initialized():
-                dist.init_process_group("farandole", init_method="farandole://")
+            self._start_world()
 
     FarandoleStrategy.__qualname__ = "FarandoleStrategy"
     return FarandoleStrategy
+
+
+@cache
+def sharding_strategy_class(package: str) -> type[Any]:
+    """Returns the strategy that divides models, for one of Lightning's packages.
+
+    Args:
+        package: `lightning.pytorch` or `pytorch_lightning`.
+    """
+    base: type[ModelParallelStrategy] = import_module(f"{package}.strategies").ModelParallelStrategy
+
+    class FarandoleShardingStrategy(
+        _PlainValueBroadcast, _ExactIntegerMeans, _RanksOfSession, base
+    ):
+        """Divides a model among all ranks of Farandole's world, where its `configure_model` calls
+        `fully_shard(..., mesh=self.device_mesh["data_parallel"])` of torch (FSDP2).
+
+        Args:
+            **kwargs: as for Lightning's `ModelParallelStrategy`. Without sizes, all ranks divide
+                the data, and tensors are not divided further.
+        """
+
+        _package = package
+
+        def __init__(self, **kwargs: Any) -> None:
+            super().__init__(process_group_backend="farandole", **kwargs)
+            self.cluster_environment = cluster_environment_class(package)()
+
+        def _setup_distributed(self) -> None:
+            self._start_world()
+            if self._tensor_parallel_size == "auto":
+                self._tensor_parallel_size = 1
+            if self._data_parallel_size == "auto":
+                self._data_parallel_size = self.world_size // self._tensor_parallel_size
+
+    FarandoleShardingStrategy.__qualname__ = "FarandoleShardingStrategy"
+    return FarandoleShardingStrategy
 
 
 def _register_hook(model: Any, state: Any, hook: Any, wrapper: Any) -> None:
@@ -230,8 +278,8 @@ def _register_hook(model: Any, state: Any, hook: Any, wrapper: Any) -> None:
 
 
 def register() -> None:
-    """Registers the strategy under its names with each imported package of Lightning, or else with
-    each installed package.
+    """Registers the strategies under their names with each imported package of Lightning, or else
+    with each installed package.
 
     The import of the second package takes seconds, and few programs use both.
     """
@@ -249,6 +297,12 @@ def register() -> None:
                 description="one process per rank of Farandole's world",
                 override=True,
             )
+        registry.register(
+            SHARDING_STRATEGY_NAME,
+            sharding_strategy_class(package),
+            description="one part of the model per rank of Farandole's world",
+            override=True,
+        )
 
 
 def _ensure_initialized() -> None:
@@ -268,4 +322,8 @@ FarandoleEnvironment = cluster_environment_class(_DEFAULT_PACKAGE)
 FarandoleStrategy = strategy_class(_DEFAULT_PACKAGE)
 """Lightning's strategy: `DistributedDataParallel` over Farandole's engine. Its names are
 `farandole` and `horovod`.
+"""
+FarandoleShardingStrategy = sharding_strategy_class(_DEFAULT_PACKAGE)
+"""Lightning's strategy for models that are divided among ranks by FSDP2. Its name is
+`farandole_fsdp`.
 """

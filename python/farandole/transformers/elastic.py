@@ -34,8 +34,8 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from farandole.common import basics
 from farandole.common.elastic import ObjectState, leave, run_fn
-from farandole.common.exceptions import FarandoleInternalError
 from farandole.stores.durable_writes import is_present_file
+from farandole.torch._ddp_errors import restore_error_types
 from farandole.torch.functions import broadcast_object
 from farandole.transformers import RANK_VARIABLES
 
@@ -65,20 +65,7 @@ def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
     Returns:
         A function of the same arguments and result.
     """
-
-    @functools.wraps(func)
-    def run_translating_errors(*args: Any, **kwargs: Any) -> _Result:
-        try:
-            return func(*args, **kwargs)
-        except RuntimeError as error:
-            # An error that passed through DistributedDataParallel's C++ has kept only its text.
-            if isinstance(
-                error, FarandoleInternalError
-            ) or FarandoleInternalError.__name__ not in str(error):
-                raise
-            raise FarandoleInternalError(str(error)) from error
-
-    run_in_worlds = run_fn(run_translating_errors, _restart_session)
+    run_in_worlds = run_fn(restore_error_types(func), _restart_session)
 
     @functools.wraps(func)
     def join_and_run(*args: Any, **kwargs: Any) -> _Result:

@@ -83,7 +83,8 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
         if self.getStrategy() == "fsdp":
             raise ValueError(
                 'strategy="fsdp" is for TorchEstimator: a LightningModule gives its weights to the '
-                "callbacks and checkpoints of Lightning as a whole"
+                "callbacks and checkpoints of Lightning as a whole. A training function for "
+                "farandole.spark.run can divide one by Trainer(strategy='farandole_fsdp')"
             )
 
     def _refuse_other_passes(self) -> None:

@@ -12,6 +12,7 @@ import torch
 from farandole.spark.torch.columns.model_calls import inputs_by_key
 from farandole.spark.torch.columns.tensors import input_tensor
 from farandole.spark.torch.loss_probe import PartLoss, check_whole_against_parts
+from farandole.spark.torch.random_numbers import hold_random_numbers
 from farandole.spark.torch.training.tensor_source import to_tensors
 
 if TYPE_CHECKING:
@@ -80,9 +81,9 @@ def _step_loss(
     training = module.training
     module.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        with torch.no_grad(), hold_random_numbers(0), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # `self.log` without a trainer
-            torch.manual_seed(0)  # a step with random parts has the same in each call
+            # A step with random parts has the same in each call.
             found = module.training_step(batch, 0)
     except Exception:  # noqa: BLE001 - a step without a trainer may raise any exception
         return None

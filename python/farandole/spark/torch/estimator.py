@@ -296,6 +296,7 @@ class TorchEstimator(TorchEstimatorBase):
         sharded = None
         if self.getStrategy() == "fsdp":
             sharded = driver_state.shard_objects(mine, self.getFsdpModules())
+            packed = b""  # the weights in it are as large as the model
         losses = construct_losses(mine, model=mine.model, optimizer=mine.optimizer, rank=0, size=1)
         tried = try_model_call(
             self._model_call(sampled.inputs),
@@ -324,7 +325,7 @@ class TorchEstimator(TorchEstimatorBase):
             weights = [1.0, *[0.0] * (len(names) - 1)]
         job = TorchTrainingJob(
             **fields,
-            objects=packed if sharded is None else b"",
+            objects=packed,
             sharded=sharded,
             inputs=tried.inputs,
             call=tried.call,

@@ -19,6 +19,7 @@ from farandole.spark.common.data.training_data import PROBE_PART_ROWS
 from farandole.spark.torch.columns.loss_terms import LabelLoss
 from farandole.spark.torch.columns.losses import shape_label
 from farandole.spark.torch.model_trial import model_outputs
+from farandole.spark.torch.random_numbers import hold_random_numbers
 from farandole.spark.torch.training.tensor_source import to_tensors
 from farandole.torch import loss_sums
 
@@ -83,8 +84,8 @@ def check_label_loss_parts(
             shape_label(label, some, torch_label.shape),
         )
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)  # a loss with random parts has the same in each call
+            with torch.no_grad(), hold_random_numbers(0):
+                # A loss with random parts has the same in each call.
                 term = label_loss.batch_loss_term(some, shaped, None, count)
         except Exception as error:
             raise ValueError(

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from farandole.spark.common.data.training_data import EXAMPLE_ROWS
 from farandole.spark.torch.columns.tensors import describe_input_misfit, input_tensor
+from farandole.spark.torch.random_numbers import hold_random_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -204,7 +205,7 @@ def hold_evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
     modes = [(one, one.training) for one in model.modules()]
     model.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), hold_random_numbers():
             yield
     finally:
         for layer, training in modes:

@@ -25,6 +25,7 @@ from farandole.spark.torch.loss_probe import (
     check_whole_against_parts,
     is_sum_of_parts,
 )
+from farandole.spark.torch.random_numbers import hold_random_numbers
 from farandole.spark.torch.training.tensor_source import to_tensors
 
 if TYPE_CHECKING:
@@ -202,7 +203,7 @@ def _own_loss(
     host = torch.device("cpu")
     inputs = [input_tensor(rows, one, count, host) for one in tried.inputs]
     given = [_label_argument(one, rows, count) for one in labels]
-    with torch.set_grad_enabled(gradients), torch.random.fork_rng(devices=[]):
+    with torch.set_grad_enabled(gradients), hold_random_numbers():
         loss, rest = tried.call.split_own_loss(tried.call.call_model(copy, inputs, given))
         if gradients:
             trained = [one for one in copy.parameters() if one.requires_grad]

@@ -75,6 +75,9 @@ def train_rank(job: TorchTrainingJob) -> TorchTrainingResult | None:
 
     Returns:
         What rank 0 brings back; `None` from the others.
+
+    Raises:
+        MemoryError: this process has no memory for a tensor.
     """
     hvd.init()
     try:
@@ -93,9 +96,17 @@ def train_rank(job: TorchTrainingJob) -> TorchTrainingResult | None:
                 if "DTensor" in str(error):
                     error.add_note(UNGATHERED_WEIGHT_HINT)
                 raise
+    except RuntimeError as error:
+        if _NO_HOST_MEMORY not in str(error):
+            raise
+        hint = "" if job.sharded else ': strategy="fsdp" divides the model among processes'
+        raise MemoryError(f"rank {hvd.rank()} has no memory for a tensor{hint}: {error}") from error
     finally:
         hvd.shutdown()
 
+
+_NO_HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"
+"""Words of torch's error, which is a plain `RuntimeError`."""
 
 UNGATHERED_WEIGHT_HINT = (
     "The model uses the weights of a module without calling the module, so they are not gathered: "

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import peft
 
-from farandole.spark.transformers.checkpoint import weights_drawn_with
+from farandole.spark.torch.random_numbers import hold_random_numbers
 
 if TYPE_CHECKING:
     from farandole.spark.transformers.checkpoint import LoadedNetwork
@@ -46,7 +46,7 @@ def add_adapter(
     config.task_type = config.task_type or task_type
     trained = {*(config.modules_to_save or ()), *map(_saved_layer, loaded.random_layers)}
     config.modules_to_save = sorted(trained) or None
-    with weights_drawn_with(seed):
+    with hold_random_numbers(seed):
         try:
             made = peft.get_peft_model(loaded.network, config)
         except ValueError as error:

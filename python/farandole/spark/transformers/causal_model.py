@@ -21,6 +21,7 @@ from farandole.data.lazy_pyarrow import pa
 from farandole.spark.common.model.output_columns import add_predictions
 from farandole.spark.common.parameter import Parameter
 from farandole.spark.torch.predict import TorchPredictor
+from farandole.spark.torch.random_numbers import hold_random_numbers
 from farandole.spark.transformers.causal_network import (
     CausalNetwork,
     check_network,
@@ -209,9 +210,9 @@ class CausalPredictor(TorchPredictor):
             mask[number, width - len(row) :] = 1
         ends = find_end_tokens(network, self._tokenization.end_tokens)
         options = {"do_sample": False, "num_beams": 1, **self.generation}
-        with self._inference_mode(module), torch.random.fork_rng(devices=_cuda_devices(device)):
-            # A repeated task draws the same texts.
-            torch.manual_seed(zlib.crc32(ids.numpy().tobytes()))
+        seed = zlib.crc32(ids.numpy().tobytes())  # a repeated task draws the same texts
+        gpus = _cuda_devices(device)
+        with self._inference_mode(module), hold_random_numbers(seed, gpus=gpus):
             found = network.generate(
                 input_ids=ids.to(device),
                 attention_mask=mask.to(device),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import tokenizers
 
 from farandole.common.counted_noun import format_counted_noun
-from farandole.spark.transformers.tokenization import TextTokenization
+from farandole.spark.transformers.tokenization import TextTokenization, sum_over_processes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -250,12 +250,8 @@ class LearnedTokenCheck:
         """
         if state.epoch != 0:
             return
-        import torch  # noqa: PLC0415 - a training process has it, a predicting one may not need it
-
-        import farandole.torch as hvd  # noqa: PLC0415
-
-        own = torch.tensor([float(self.tokenization.learned_counts.learned)])
-        if float(hvd.allreduce(own, op=hvd.Sum, name="farandole.learned")) == 0:
+        learned = self.tokenization.learned_counts.learned
+        if sum_over_processes(learned, name="farandole.learned") == [0]:
             column = self.tokenization.answer_col or self.tokenization.text_col
             raise ValueError(
                 f"column {column!r} has no token to learn: each row is empty, or one token with "

@@ -13,7 +13,6 @@ import contextlib
 import copy
 import json
 import tempfile
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -23,6 +22,7 @@ import torch
 import transformers
 
 from farandole._native import store as native
+from farandole.spark.torch.random_numbers import RANDOM_NUMBERS_LOCK, hold_random_numbers
 from farandole.stores.pickle_policy import (
     ALLOW_PICKLE_VARIABLE,
     PickleNotAllowedError,
@@ -48,8 +48,6 @@ _ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flex_attention")
 """Kinds of attention that transformers itself has. It fetches any other from a hub."""
 _LEFT_PADDED_KINDS = ("xlnet",)
 """Networks that read the end of a row, so that padding at the end changes their values."""
-_TRANSFORMERS_LOCK = threading.RLock()
-"""Guards the random numbers and the messages of transformers, which all threads share."""
 
 
 class UnusableProcessorError(ValueError):
@@ -160,7 +158,7 @@ class TextCheckpoint:
         config = self._copy_config()
         for name, value in changes.items():
             setattr(config, name, value)
-        with weights_drawn_with(seed), quiet_transformers():
+        with hold_random_numbers(seed), quiet_transformers():
             try:
                 network, found = kind.from_pretrained(
                     self.directory,
@@ -251,7 +249,7 @@ def count_positions(config: Any, padding_id: int) -> int | None:
         return None
     config = copy.deepcopy(config)
     config.pad_token_id = padding_id
-    with _TRANSFORMERS_LOCK, torch.device("meta"):
+    with RANDOM_NUMBERS_LOCK, torch.device("meta"):
         network = transformers.AutoModel.from_config(config, attn_implementation="eager")
     for name, layer in network.named_modules():
         padding = getattr(layer, "padding_idx", None)
@@ -293,7 +291,7 @@ def _match_head(
     if head is None or head[0] in random_layers or len(new) == 1 or old == new:
         return ""
     name, layer = head
-    with torch.no_grad(), weights_drawn_with(seed):
+    with torch.no_grad(), hold_random_numbers(seed):
         if sorted(old) == sorted(new):
             rows = torch.tensor([old.index(one) for one in new])
             for weight in layer.parameters():
@@ -506,24 +504,11 @@ def _weight_files(directory: Path, names: list[str], where: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def weights_drawn_with(seed: int) -> Iterator[None]:
-    """Lets the context draw its random weights with a seed, one thread at a time. The random
-    numbers of the process are afterwards as before.
-
-    Args:
-        seed: the seed.
-    """
-    with _TRANSFORMERS_LOCK, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        yield
-
-
-@contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Hides the bars and reports of transformers inside, which would break the lines of a fit. One
     thread at a time is inside.
     """
-    with _TRANSFORMERS_LOCK, _hidden_messages():
+    with RANDOM_NUMBERS_LOCK, _hidden_messages():
         yield
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import tokenizers
 
 from farandole.common.counted_noun import format_counted_noun
+from farandole.spark import task
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -166,14 +167,25 @@ class TruncationReporter:
         """
         if state.epoch != 0:
             return
-        import torch  # noqa: PLC0415 - a training process has it, a predicting one may not need it
-
-        import farandole.torch as hvd  # noqa: PLC0415
-        from farandole.spark import task  # noqa: PLC0415
-
         counts = self.tokenization.counts
-        own = torch.tensor([counts.truncated, counts.texts], dtype=torch.float64)
-        truncated, texts = map(int, hvd.allreduce(own, op=hvd.Sum, name="farandole.truncated"))
+        truncated, texts = sum_over_processes(
+            counts.truncated, counts.texts, name="farandole.truncated"
+        )
         if truncated and state.rank == 0:
             message = self.tokenization.describe_truncation(truncated, texts)
             task.report({"kind": "message", "text": message})
+
+
+def sum_over_processes(*counts: int, name: str) -> list[int]:
+    """Returns sums of counts over all training processes; a collective call.
+
+    Args:
+        *counts: the counts of this process.
+        name: name of the operation.
+    """
+    import torch  # noqa: PLC0415 - a training process has it, a predicting one may not need it
+
+    import farandole.torch as hvd  # noqa: PLC0415
+
+    own = torch.tensor(counts, dtype=torch.float64)
+    return [int(total) for total in hvd.allreduce(own, op=hvd.Sum, name=name)]

@@ -4,10 +4,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import difflib
-import threading
 import warnings
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -16,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from farandole._native import store as native
+from farandole.spark.torch.random_numbers import hold_random_numbers
 from farandole.spark.torch.saving import safetensors_bytes, state_bytes
 from farandole.spark.vision.networks import count_channels, find_head_layer
 from farandole.spark.vision.preprocessing import (
@@ -26,15 +25,13 @@ from farandole.spark.vision.preprocessing import (
 from farandole.stores.store import Store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 LIBRARIES = ("torchvision", "timm")
 _ZIP_MAGIC = b"PK"
 _WITHOUT_AUXILIARY_HEADS = ("googlenet", "inception_v3")
 """Networks of torchvision that return more than logits by default."""
 _MAX_NAMED_LAYERS = 3
-_RANDOM_NUMBERS_LOCK = threading.RLock()
-"""Guards the random numbers of torch, which all threads share."""
 
 
 class LoadedBackbone(NamedTuple):
@@ -123,7 +120,7 @@ class NamedBackbone:
             FileNotFoundError: there is no file of weights.
             ValueError: the weights do not fit the network.
         """
-        with draw_random_weights(seed):
+        with hold_random_numbers(seed):
             network = create_named_network(self.name, len(classes))
         if self.weights is None:
             return LoadedBackbone(network, (f"the weights of {self.name} are random",))
@@ -186,7 +183,7 @@ class ModuleBackbone:
                 f"{layer.weight.shape[0]} outputs for {count} classes, and only a linear layer "
                 "inside of it is replaced: give a module that returns a logit for each class"
             )
-        with draw_random_weights(seed):
+        with hold_random_numbers(seed):
             made = torch.nn.Linear(layer.in_features, count, bias=layer.bias is not None)
         parent, _, own = name.rpartition(".")
         setattr(network.get_submodule(parent), own, made.to(layer.weight.dtype))
@@ -253,19 +250,6 @@ def create_named_network(name: str, classes: int) -> torch.nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of init_weights
         return models.get_model(own, weights=None, num_classes=classes, **options)
-
-
-@contextlib.contextmanager
-def draw_random_weights(seed: int) -> Iterator[None]:
-    """Lets the context draw its random weights with a seed, one thread at a time. The random
-    numbers of the process are afterwards as before.
-
-    Args:
-        seed: the seed.
-    """
-    with _RANDOM_NUMBERS_LOCK, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        yield
 
 
 def _read_weights(path: str) -> dict[str, torch.Tensor]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
@@ -26,9 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
-
-_RANDOM_NUMBERS_LOCK = threading.Lock()
-"""Guards the random numbers of torch, which all threads share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,16 +111,14 @@ class ImageDecoding:
         made = np.empty_like(pixels)
         import torch  # noqa: PLC0415 - a training process has it, a predicting one may not need it
 
-        with _RANDOM_NUMBERS_LOCK:
-            before = torch.get_rng_state()
-            try:
-                for row, image in enumerate(pixels):
-                    key = f"{seed} {number} {zlib.crc32(image.tobytes())}"
-                    digest = hashlib.blake2b(key.encode(), digest_size=7).digest()
-                    torch.default_generator.manual_seed(int.from_bytes(digest))
-                    made[row] = self._augment_image(torch.from_numpy(image.copy()))
-            finally:
-                torch.set_rng_state(before)
+        from farandole.spark.torch.random_numbers import hold_random_numbers  # noqa: PLC0415
+
+        with hold_random_numbers():
+            for row, image in enumerate(pixels):
+                key = f"{seed} {number} {zlib.crc32(image.tobytes())}"
+                digest = hashlib.blake2b(key.encode(), digest_size=7).digest()
+                torch.default_generator.manual_seed(int.from_bytes(digest))
+                made[row] = self._augment_image(torch.from_numpy(image.copy()))
         return columns | {self.image_col: made}
 
     def _augment_image(self, image: Any) -> npt.NDArray[np.uint8]:

@@ -26,6 +26,7 @@ from farandole.common.elastic import (
     leave_and_join,
     run_fn,
 )
+from farandole.torch._ddp_errors import restore_error_types
 from farandole.torch.elastic.sampler import ElasticSampler
 from farandole.torch.elastic.state import TorchState
 
@@ -62,4 +63,4 @@ def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
     Returns:
         A function of the same arguments and result.
     """
-    return run_fn(func, leave_and_join)
+    return run_fn(restore_error_types(func), leave_and_join)

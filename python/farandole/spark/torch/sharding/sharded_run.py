@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import farandole.torch as hvd
 import farandole.torch.distributed  # noqa: F401 - registers the backend
+from farandole.common import heap
 from farandole.numpy.plain_value_exchange import allgather_plain, broadcast_plain
 from farandole.spark.torch.saving import state_bytes
 from farandole.spark.torch.sharding.driver_state import (
@@ -78,6 +79,9 @@ class ShardedRun:
         self._job, self._sharded, self._device = job, sharded, device
         self._rank, self._size = hvd.rank(), hvd.size()
         self._written: dict[str, Any] = {}
+        # Small blocks would fill the holes of gathered units, so the heap would grow as if the
+        # whole model were gathered.
+        heap.map_large_blocks()
         self.objects: TorchUserObjects = sharded.restore_objects()
         self._mesh = init_device_mesh(device.type, (self._size,))
         self._divide_model()
