@@ -15,7 +15,7 @@ from farandole.spark.common.datamodule import resolve_data_module_class
 from farandole.spark.common.global_batch import learning_rate_factor, require_row_for_each_process
 from farandole.spark.common.runs.fingerprint import FingerprintPart
 from farandole.spark.common.training_plan import FrameworkTrainingJob
-from farandole.spark.torch import callbacks, driver_checks
+from farandole.spark.torch import callbacks, driver_checks, rate_range
 from farandole.spark.torch.columns.loss_terms import check_weighable, find_loss_reduction
 from farandole.spark.torch.columns.losses import construct_losses
 from farandole.spark.torch.columns.tensors import describe_output_with_label
@@ -243,6 +243,38 @@ class TorchEstimator(TorchEstimatorBase):
     def get_model_class(self) -> type[TorchModel]:
         """Returns the class of the fitted model."""
         return TorchModel
+
+    def lr_range_test(
+        self, dataset: Any = None, *, min_lr: float = 1e-6, max_lr: float = 1.0, steps: int = 100
+    ) -> rate_range.LearningRateCurve:
+        """Returns the losses of a short run whose learning rate rises from step to step, and a
+        rate that they suggest (Smith 2017). The estimator and its model stay as they are. The run
+        is in the store, as other runs.
+
+        Args:
+            dataset: rows to train with, as for `fit`; `None` trains on the prepared rows in the
+                store, as `fit_on_parquet` does.
+            min_lr: learning rate of the first step, of one process. Groups with smaller rates
+                keep their ratio to the largest rate.
+            max_lr: learning rate of the last step.
+            steps: steps of the optimizer.
+
+        Raises:
+            ValueError: there is no such range, the loss diverges from the beginning, or a
+                parameter does not fit.
+        """
+        rates = rate_range.rising_rates(min_lr, max_lr, steps)
+        tested = self.copy()
+        tested.setParams(
+            **rate_range.CLEARED_PARAMS,
+            lr_scheduler=partial(rate_range.create_range_scheduler, rates),
+            callbacks=[rate_range.RangeLossRecorder()],
+            epochs=steps,
+            max_steps=steps,
+            backward_passes_per_step=1,
+        )
+        fitted = tested.fit_on_parquet() if dataset is None else tested.fit(dataset)
+        return rate_range.curve_of_history(fitted.getHistory(), rates)
 
     def _create_framework_job(self, prepared: Prepared, backend: Backend) -> FrameworkTrainingJob:
         processes = backend.num_processes()
