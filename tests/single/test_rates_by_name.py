@@ -17,7 +17,7 @@ from farandole.spark.common import LocalBackend
 from farandole.spark.lightning import LightningEstimator
 from farandole.spark.torch.callbacks import Callback
 from farandole.spark.torch.parameter_groups import depths_below_head, split_parameter_groups
-from farandole.spark.torch.training.rate_schedules import RateSchedule
+from farandole.spark.torch.rate_schedules import RateSchedule
 from farandole.spark.transformers import TextClassifier
 
 pytestmark = pytest.mark.timeout(300)

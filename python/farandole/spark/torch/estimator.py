@@ -26,6 +26,7 @@ from farandole.spark.torch.loss_probe import try_unknown_losses
 from farandole.spark.torch.model import TorchModel
 from farandole.spark.torch.model_trial import try_model_call
 from farandole.spark.torch.parameter_groups import split_parameter_groups
+from farandole.spark.torch.rate_schedules import RateSchedule, warmup_share
 from farandole.spark.torch.remote import train_rank
 from farandole.spark.torch.saving import state_bytes
 from farandole.spark.torch.saving.persistence import (
@@ -37,7 +38,6 @@ from farandole.spark.torch.saving.persistence import (
 from farandole.spark.torch.sharding import driver_state
 from farandole.spark.torch.training.averaged_weights import fitted_weights
 from farandole.spark.torch.training.micro_batches import micro_batch_count
-from farandole.spark.torch.training.rate_schedules import RateSchedule, warmup_share
 from farandole.torch.optimizer import require_elementwise_optimizer
 
 if TYPE_CHECKING:

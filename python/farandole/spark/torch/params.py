@@ -17,7 +17,7 @@ from farandole.spark.torch.columns.class_weights import check_class_weight
 from farandole.spark.torch.columns.loss_terms import LOSS_REDUCTIONS
 from farandole.spark.torch.columns.tensors import INPUT_DTYPES
 from farandole.spark.torch.parameter_groups import check_parameter_groups
-from farandole.spark.torch.training.rate_schedules import RATE_SCHEDULES, check_warmup_steps
+from farandole.spark.torch.rate_schedules import RATE_SCHEDULES, check_warmup_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

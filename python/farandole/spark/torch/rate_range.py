@@ -60,9 +60,9 @@ class LearningRateCurve:
     @property
     def smoothed_losses(self) -> tuple[float, ...]:
         """Means of five neighbouring losses."""
-        reach = _SMOOTHED_POINTS // 2
+        half_window = _SMOOTHED_POINTS // 2
         windows = (
-            self.losses[max(0, index - reach) : index + reach + 1]
+            self.losses[max(0, index - half_window) : index + half_window + 1]
             for index in range(len(self.losses))
         )
         return tuple(sum(window) / len(window) for window in windows)
@@ -83,15 +83,15 @@ class LearningRateCurve:
         low, high = min(smoothed), max(smoothed)
         count = min(_CHART_LINES, len(smoothed))
         shown = {round(index * (len(smoothed) - 1) / max(count - 1, 1)) for index in range(count)}
-        marked = None
+        suggested = None
         if suggestion is not None:
-            marked = min(range(len(smoothed)), key=lambda at: abs(self.rates[at] - suggestion))
-            shown.add(marked)
+            suggested = min(range(len(smoothed)), key=lambda at: abs(self.rates[at] - suggestion))
+            shown.add(suggested)
         for index in sorted(shown):
             share = (smoothed[index] - low) / max(high - low, 1e-12)
             bar = "#" * (1 + round(share * (_CHART_COLUMNS - 1)))
-            mark = "  <- suggestion" if index == marked else ""
-            yield f"{self.rates[index]:9.2e} {smoothed[index]:10.4g} {bar}{mark}"
+            pointer = "  <- suggestion" if index == suggested else ""
+            yield f"{self.rates[index]:9.2e} {smoothed[index]:10.4g} {bar}{pointer}"
 
 
 class RangeLossRecorder(Callback):

@@ -14,7 +14,7 @@ import torch
 
 import farandole.torch as hvd
 from farandole.spark.common.show.step_meter import StepMeter
-from farandole.spark.torch.training.rate_schedules import RateScheduler
+from farandole.spark.torch.rate_schedules import RateScheduler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

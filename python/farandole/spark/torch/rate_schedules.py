@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Learning rates over a run by the name of a schedule, with a warm-up.
 
-The factors are those of the functions of transformers, such as `get_cosine_schedule_with_warmup`,
-as functions of the share of the run that is done. So a schedule needs no number of steps, which
-changes with the number of processes of an elastic run.
+The factors equal the factors of transformers, such as of `get_cosine_schedule_with_warmup`. They
+depend on the share of the run that is done. So a schedule needs no number of steps, which changes
+with the number of processes of an elastic run.
 """
 
 from __future__ import annotations
