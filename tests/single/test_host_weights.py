@@ -180,6 +180,19 @@ def test_a_module_is_restored_with_its_shared_and_other_tensors():
     assert len(os.listdir("/proc/self/fd")) == descriptors - 2
 
 
+def test_buffers_outside_of_the_state_are_shared_too():
+    network = large_network()
+    network.register_buffer("mask", torch.ones(1600, 1600).tril(), persistent=False)
+    network.register_buffer("links", torch.eye(3).to_sparse(), persistent=False)
+    packed = pack_module(network, in_bfloat16=True)
+    assert len(packed.module) < 1 << 20
+    restored = load_module(packed.module, sent_weights(packed))
+    assert torch.equal(restored.mask, network.mask)
+    assert torch.equal(restored.links.to_dense(), torch.eye(3))
+    assert "mask" not in restored.state_dict()
+    del restored
+
+
 def test_a_broadcast_variable_is_read_in_a_task_and_not_kept(tmp_path):
     with (tmp_path / "broadcast").open("wb") as file:
         pickle.dump(b"weights", file)

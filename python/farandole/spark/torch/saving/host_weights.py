@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 MIN_SHARED_WEIGHT_BYTES = 4 << 20
 """Smaller weights are sent within the module."""
+_MIN_SHARED_BUFFER_BYTES = 1 << 16
+"""Smaller buffers that are not in the state of the module are sent within it."""
 _HALF_PRECISION_MODULES = (
     torch.nn.Linear,
     torch.nn.Conv1d,
@@ -153,7 +155,12 @@ def _restore_module(module: bytes | PrestagedFile, tensors: Any) -> torch.nn.Mod
 
 def _named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     state = module.state_dict(keep_vars=True)
-    return {name: one for name, one in state.items() if torch.is_tensor(one)}
+    found = {name: one for name, one in state.items() if torch.is_tensor(one)}
+    for name, buffer in module.named_buffers():  # also those that are not in the state
+        is_large = buffer.numel() * buffer.element_size() >= _MIN_SHARED_BUFFER_BYTES
+        if name not in found and is_large and _can_be_shared({name: buffer}):
+            found[name] = buffer
+    return found
 
 
 def _can_be_shared(tensors: dict[str, torch.Tensor]) -> bool:
