@@ -249,6 +249,39 @@ def test_a_predictor_computes_in_bfloat16_with_shared_weights():
     predictor_module._MODEL_CACHE.clear()
 
 
+class PreciseEnd(torch.nn.Module):
+    """Computes its last layer in float32, as some heads do, whatever the autocast outside."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.end = torch.nn.Linear(1600, 1600), torch.nn.Linear(1600, 2)
+
+    def forward(self, x):
+        states = self.body(x)
+        with torch.autocast("cpu", enabled=False):
+            return self.end(states.float())
+
+
+def test_a_layer_outside_of_autocast_gets_its_weights_in_float32():
+    network = PreciseEnd()
+    packed = pack_module(network, in_bfloat16=True)
+    predictor = TorchPredictor(
+        model=packed.module, weights=sent_weights(packed), precision="bf16", columns=("x",),
+        groups=(("x",),), labels=("y",), batch_size=2, shapes=None, dtypes=None,
+        call=ModelCall(arguments=((),), labels=("y",)), use_gpu=False,
+    )  # fmt: skip
+    values = np.random.default_rng(0).random((3, 1600), np.float32)
+    column = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), 1600)
+    (found,) = predictor.predict_outputs(pa.RecordBatch.from_arrays([column], names=["column0"]))
+    expected = network(torch.from_numpy(values)).detach().numpy()
+    np.testing.assert_allclose(found, expected, atol=0.02)
+    restored = predictor._find_model()
+    assert (restored.body.weight.dtype, restored.end.weight.dtype) == (
+        torch.bfloat16, torch.float32,
+    )  # fmt: skip
+    predictor_module._MODEL_CACHE.clear()
+
+
 @pytest.mark.parametrize("kind", ["small", "sparse", "subclass"])
 def test_other_modules_are_sent_whole(kind):
     class Marked(torch.Tensor):

@@ -149,6 +149,28 @@ def load_module(module: bytes | PrestagedFile, weights: HostWeights | None) -> t
     return loaded
 
 
+def take_float32_inputs(module: torch.nn.Module) -> None:
+    """Lets the layers whose weights are stored in bfloat16 compute in float32 where the model
+    disables autocast. Without it, such a layer would not take its input.
+
+    Args:
+        module: a result of `load_module`.
+    """
+    for part in module.modules():
+        if type(part) in _HALF_PRECISION_MODULES and part.weight.dtype is torch.bfloat16:
+            part.register_forward_pre_hook(_widen_weights_outside_of_autocast)
+
+
+def _widen_weights_outside_of_autocast(part: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+    given = inputs[0] if inputs else None
+    if (
+        torch.is_tensor(given)
+        and given.dtype is torch.float32
+        and not torch.is_autocast_enabled(given.device.type)
+    ):
+        part.float()
+
+
 def _restore_module(module: bytes | PrestagedFile, tensors: Any) -> torch.nn.Module:
     return WeightReferenceUnpickler(io.BytesIO(load_prestaged(module)), tensors).load()
 
