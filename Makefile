@@ -240,12 +240,13 @@ test-torch: bytecode .tools/torch-2.6/ready .tools/deepspeed/ready
 	touch $@
 
 # Estimators on checkpoints of text and of images, and the ways to predict with a fitted model: all
-# their tests, also the slow ones. At most half an hour.
-MODEL_KINDS := text_*.py token_classifier.py causal_*.py image_*.py torch_transformers.py torch_own_loss.py torch_model_calls.py
+# their tests, also the slow ones, and the examples that pretrain a checkpoint. At most half an hour.
+MODEL_KINDS := rates_by_name.py rate_range.py text_*.py token_classifier.py causal_*.py image_*.py torch_transformers.py torch_own_loss.py torch_model_calls.py
 SERVING := host_weights.py model_functions.py exported_program.py exporting_page.py models_from_mlflow.py mlflow_models.py onnx_*.py
 MODEL_TESTS = $(wildcard $(foreach directory,single spark parity,$(addprefix tests/$(directory)/test_,$(MODEL_KINDS) $(SERVING))))
 test-models: bytecode
 	$(BIN)/python -m pytest $(MODEL_TESTS) -m "slow or not slow" --reruns 1 --durations=20
+	$(BIN)/python -m pytest tests/spark/test_examples.py -k checkpoint -m "slow or not slow" --reruns 1
 
 # The tests of one package on its newest version, also if that is a release candidate: make
 # test-newest PACKAGE=optuna. All other packages are those of the main environment.
@@ -339,6 +340,8 @@ bench: install .tools/petastorm/ready
 	$(BIN)/python bench/next_to_petastorm.py
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps torchvision # next to which images are decoded
 	$(BIN)/python bench/images.py
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps datasets multiprocess dill xxhash # next to which texts are tokenized
+	$(BIN)/python bench/text.py
 	$(BIN)/python bench/spark_run.py
 	$(BIN)/python bench/spark.py
 	$(BIN)/python bench/spark_rows.py

@@ -54,6 +54,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
 ]
 GANGS = {size: StandingGang(size) for size in (1, 2)}
+QUESTIONS = ["good film", "awful the film is a song", "nice book"]
 ID_OF = {word: number for number, word in enumerate(WORDS)}
 
 
@@ -69,14 +70,14 @@ def standing_processes():
         gang.close()
 
 
-def make_questions(count):
+def make_questions(count, good_answer="nice", bad_answer="was awful"):
     """Prompts of different lengths whose answer follows from their first word."""
     draw, rows = np.random.default_rng(0), []
     for _ in range(count):
         mood = int(draw.integers(0, 2))
         word = str(draw.choice(GOOD_WORDS if mood else BAD_WORDS))
         others = draw.choice(OTHER_WORDS, draw.integers(1, 6)).tolist()
-        answer = " ".join(["nice"] if mood else ["was", "awful"])
+        answer = good_answer if mood else bad_answer
         rows.append({"question": " ".join([word, *others]), "answer": answer})
     return pa.Table.from_pylist(rows)
 
@@ -111,6 +112,22 @@ def make_tokenization(tokenizer=None, **options):
         **find_special_tokens(tokenizer)._asdict(),
         **known | options,
     )
+
+
+def teach_opposite_answers(checkpoint, directory, epochs):
+    """Writes a checkpoint that answers the wrong way round. Adapters can change its answers, but
+    not the answers of random weights, whose head they leave as it is.
+    """
+    fitted = make_language_model(
+        checkpoint, directory / "teaching", processes=2, epochs=epochs
+    ).fit(make_questions(96, good_answer="was awful", bad_answer="nice"))
+    fitted.save_pretrained(directory / "taught")
+    taught = TextGenerator(
+        checkpoint=str(directory / "taught"), text_col="question", max_new_tokens=5
+    )
+    answers = predict(taught, question=QUESTIONS)["generated"]
+    assert answers == ["was awful", "nice", "was awful"]
+    return str(directory / "taught")
 
 
 def predict(fitted, **columns):
@@ -272,22 +289,21 @@ def test_networks_are_packed_only_if_they_keep_texts_apart():
 
 
 @pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("lora", [None, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lora", [None, 4])
 def test_a_model_learns_answers_and_transformers_reads_it(tmp_path, kind, lora):
     checkpoint = write_causal_checkpoint(tmp_path / "checkpoint", kind)
+    questions, epochs = QUESTIONS, 150 if kind == "gpt2" else 20
+    if lora:
+        checkpoint = teach_opposite_answers(checkpoint, tmp_path, epochs)
     adapters = peft.LoraConfig(r=lora, target_modules="all-linear") if lora else None
     fitted = make_language_model(
-        checkpoint, tmp_path / "store", processes=2, epochs=150 if kind == "gpt2" else 20,
-        lora=adapters, learning_rate=0.01,
-    ).fit(make_questions(96))  # fmt: skip
+        checkpoint, tmp_path / "store", processes=2, epochs=epochs, lora=adapters
+    ).fit(make_questions(96))
     fitted.setMaxNewTokens(5)
-    questions = ["good film", "awful the film is a song", "nice book"]
     answers = predict(fitted, question=questions)["generated"]
     losses = [entry["train"]["loss"] for entry in fitted.getHistory()]
-    # The head of a network without training stays as it was beside adapters, so they learn little.
-    assert losses[-1] < losses[0] * (0.95 if lora else 0.5)
-    if lora is None:
-        assert answers == ["nice", "was awful", "nice"]
+    assert losses[-1] < losses[0] * 0.5
+    assert answers == ["nice", "was awful", "nice"]
     fitted.save_pretrained(tmp_path / "saved")
     network = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
     tokens = torch.tensor([ids_of(questions[1])])

@@ -25,6 +25,7 @@ from tests.single.training import write
 from farandole.runner.errors import FarandoleJobError
 from farandole.spark.common import LocalBackend, LocalStore, SparkBackend
 from farandole.spark.common import estimator as estimators
+from farandole.spark.common.runs.elastic_run import COMMIT_INTERVAL_STEPS
 from farandole.spark.common.show.progress import ProgressDisplay
 from farandole.spark.lightning import LightningEstimator
 from farandole.spark.torch import TorchEstimator
@@ -151,6 +152,30 @@ def test_a_fit_that_loses_all_its_workers_continues_from_its_checkpoint(rows, tm
     assert {path.name for path in tmp_path.glob("killed-*")} == {"killed-0", "killed-1"}
     begun = [one["epoch"] for said in notes(tmp_path) for one in said[:2] if "epoch" in one]
     assert sorted(begun) == [0, 0, 1, 1], "new processes begin with the epoch that was under way"
+
+
+class NotedRates(Disturbance):
+    """Also notes the learning rate of one process after each step."""
+
+    def on_batch_end(self, state):
+        rate = state.optimizer.param_groups[0]["lr"] / state.size
+        self.note(epoch_of_rate=state.epoch, of_size=state.size, rate=rate)
+        super().on_batch_end(state)
+
+
+def test_a_schedule_by_name_follows_the_rows_when_a_worker_is_lost(rows, tmp_path):
+    fitted = fit(tmp_path, callbacks=[NotedRates(tmp_path, (1,))], lr_scheduler="linear")
+    assert {entry["rows"] for entry in fitted.getHistory()} == {ROWS}
+    (survivor,) = (said for said in notes(tmp_path) if said[0] == {"begins": 0, "size": 2})
+    noted = [one for one in survivor if "rate" in one]
+    assert noted[-1]["rate"] == pytest.approx(0.0, abs=1e-12)
+    alone = [one["rate"] for one in noted if (one["epoch_of_rate"], one["of_size"]) == (1, 1)]
+    # The step that was under way is repeated from the last commit, after so many rows of both.
+    reached = ROWS + COMMIT_INTERVAL_STEPS * 2 * BATCH
+    wanted = [
+        RATE * (1 - (reached + step * BATCH) / (ROWS * EPOCHS)) for step in range(1, len(alone) + 1)
+    ]
+    assert alone == pytest.approx(wanted, rel=1e-6)
 
 
 class Fails(Callback):

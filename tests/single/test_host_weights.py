@@ -180,6 +180,19 @@ def test_a_module_is_restored_with_its_shared_and_other_tensors():
     assert len(os.listdir("/proc/self/fd")) == descriptors - 2
 
 
+def test_buffers_outside_of_the_state_are_shared_too():
+    network = large_network()
+    network.register_buffer("mask", torch.ones(1600, 1600).tril(), persistent=False)
+    network.register_buffer("links", torch.eye(3).to_sparse(), persistent=False)
+    packed = pack_module(network, in_bfloat16=True)
+    assert len(packed.module) < 1 << 20
+    restored = load_module(packed.module, sent_weights(packed))
+    assert torch.equal(restored.mask, network.mask)
+    assert torch.equal(restored.links.to_dense(), torch.eye(3))
+    assert "mask" not in restored.state_dict()
+    del restored
+
+
 def test_a_broadcast_variable_is_read_in_a_task_and_not_kept(tmp_path):
     with (tmp_path / "broadcast").open("wb") as file:
         pickle.dump(b"weights", file)
@@ -233,6 +246,39 @@ def test_a_predictor_computes_in_bfloat16_with_shared_weights():
     expected = network(torch.from_numpy(values)).detach().numpy()
     np.testing.assert_allclose(found, expected, atol=0.02)
     assert any(packed_name(packed) in name for name in mapped_names())
+    predictor_module._MODEL_CACHE.clear()
+
+
+class PreciseEnd(torch.nn.Module):
+    """Computes its last layer in float32, as some heads do, whatever the autocast outside."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.end = torch.nn.Linear(1600, 1600), torch.nn.Linear(1600, 2)
+
+    def forward(self, x):
+        states = self.body(x)
+        with torch.autocast("cpu", enabled=False):
+            return self.end(states.float())
+
+
+def test_a_layer_outside_of_autocast_gets_its_weights_in_float32():
+    network = PreciseEnd()
+    packed = pack_module(network, in_bfloat16=True)
+    predictor = TorchPredictor(
+        model=packed.module, weights=sent_weights(packed), precision="bf16", columns=("x",),
+        groups=(("x",),), labels=("y",), batch_size=2, shapes=None, dtypes=None,
+        call=ModelCall(arguments=((),), labels=("y",)), use_gpu=False,
+    )  # fmt: skip
+    values = np.random.default_rng(0).random((3, 1600), np.float32)
+    column = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), 1600)
+    (found,) = predictor.predict_outputs(pa.RecordBatch.from_arrays([column], names=["column0"]))
+    expected = network(torch.from_numpy(values)).detach().numpy()
+    np.testing.assert_allclose(found, expected, atol=0.02)
+    restored = predictor._find_model()
+    assert (restored.body.weight.dtype, restored.end.weight.dtype) == (
+        torch.bfloat16, torch.float32,
+    )  # fmt: skip
     predictor_module._MODEL_CACHE.clear()
 
 

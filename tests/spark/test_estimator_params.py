@@ -125,7 +125,15 @@ TORCH = {
     "strategy": [("zero", ValueError)],
     "fsdp_modules": [(3, TypeError), ([3], TypeError)],
     "ema_decay": [(1.0, ValueError), (0, ValueError), ("most", TypeError)],
-    "lr_scheduler": [("cosine", TypeError)],
+    "lr_scheduler": [("cosinus", ValueError), (3, TypeError)],
+    "warmup_steps": [(-1, ValueError), (1.0, ValueError), ("few", TypeError)],
+    "parameter_groups": [
+        ([], TypeError),
+        ({"bias": 3}, TypeError),
+        ({"(": {"lr": 1.0}}, ValueError),
+        ({"bias": {}}, ValueError),
+    ],
+    "layer_decay": [(1.0, ValueError), (0, ValueError), ("some", TypeError)],
     "lr_scheduler_interval": [("hour", ValueError)],
     "early_stopping": [
         (0, ValueError),
@@ -238,6 +246,7 @@ SET = {
 OF_TORCH = dict.fromkeys(
     ("input_shapes", "input_dtypes", "loss_constructors", "loss_reduction", "train_minibatch_fn",
         "output", "class_weight", "gradient_clip_norm", "fsdp_modules", "ema_decay", "lr_scheduler",
+     "warmup_steps", "parameter_groups", "layer_decay",
      "early_stopping", "best_checkpoint", "checkpoint_every", "max_steps", "max_time")
 ) | {"precision": "fp32", "lr_scheduler_interval": "epoch", "compile": False,
     "deterministic": False, "sync_every": 1, "shard_optimizer": False,

@@ -86,6 +86,18 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
                 "callbacks and checkpoints of Lightning as a whole. A training function for "
                 "farandole.spark.run can divide one by Trainer(strategy='farandole_fsdp')"
             )
+        by_name = {
+            "parameter_groups": self.getParameterGroups(),
+            "layer_decay": self.getLayerDecay(),
+            "warmup_steps": self.getWarmupSteps(),
+            "lr_scheduler": isinstance(self.getLrScheduler(), str) or None,
+        }
+        for option, given in by_name.items():
+            if given is not None:
+                raise ValueError(
+                    f"{option} by name is for TorchEstimator: give the optimizer its groups, and "
+                    "set lr_scheduler to a scheduler or a function that creates it"
+                )
 
     def _refuse_other_passes(self) -> None:
         """Refuses a number of passes for the `Trainer` by which a global batch is not divided."""

@@ -17,10 +17,15 @@ if find_spec("torch") is None:
 if TYPE_CHECKING:
     from farandole.spark.torch.estimator import TorchEstimator
     from farandole.spark.torch.model import TorchModel
+    from farandole.spark.torch.rate_range import LearningRateCurve
 
-_MODULE_BY_NAME = {"TorchEstimator": "estimator", "TorchModel": "model"}
+_MODULE_BY_NAME = {
+    "LearningRateCurve": "rate_range",
+    "TorchEstimator": "estimator",
+    "TorchModel": "model",
+}
 
-__all__ = ["TorchEstimator", "TorchModel"]
+__all__ = ["LearningRateCurve", "TorchEstimator", "TorchModel"]
 
 
 def __getattr__(name: str) -> object:

@@ -170,7 +170,10 @@ def check_scheduler(scheduler: Any, optimizer: Any) -> None:
     Raises:
         ValueError: the scheduler belongs to another optimizer.
     """
-    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+    if (
+        not isinstance(scheduler, str)
+        and getattr(scheduler, "optimizer", optimizer) is not optimizer
+    ):
         raise ValueError("lr_scheduler was created with another optimizer")
 
 

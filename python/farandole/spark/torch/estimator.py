@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
@@ -15,16 +15,18 @@ from farandole.spark.common.datamodule import resolve_data_module_class
 from farandole.spark.common.global_batch import learning_rate_factor, require_row_for_each_process
 from farandole.spark.common.runs.fingerprint import FingerprintPart
 from farandole.spark.common.training_plan import FrameworkTrainingJob
-from farandole.spark.torch import callbacks, driver_checks
+from farandole.spark.torch import callbacks, driver_checks, rate_range
 from farandole.spark.torch.columns.loss_terms import check_weighable, find_loss_reduction
 from farandole.spark.torch.columns.losses import construct_losses
 from farandole.spark.torch.columns.tensors import describe_output_with_label
 from farandole.spark.torch.estimator_base import TorchEstimatorBase
-from farandole.spark.torch.fingerprint_parts import total_learning_rate_digest
+from farandole.spark.torch.fingerprint_parts import model_parts, total_learning_rate_digest
 from farandole.spark.torch.job import TorchLabel, TorchTrainingJob, TorchUserObjects
 from farandole.spark.torch.loss_probe import try_unknown_losses
 from farandole.spark.torch.model import TorchModel
 from farandole.spark.torch.model_trial import try_model_call
+from farandole.spark.torch.parameter_groups import split_parameter_groups
+from farandole.spark.torch.rate_schedules import RateSchedule, warmup_share
 from farandole.spark.torch.remote import train_rank
 from farandole.spark.torch.saving import state_bytes
 from farandole.spark.torch.saving.persistence import (
@@ -41,6 +43,7 @@ from farandole.torch.optimizer import require_elementwise_optimizer
 if TYPE_CHECKING:
     from farandole.data.prepare import PreparedData as Prepared
     from farandole.runner.backend import Backend
+    from farandole.spark.common.data.training_data import TrainingDataSpec
     from farandole.spark.common.runs.fingerprint import Fingerprint
     from farandole.spark.torch.estimator_base import SampledColumns
     from farandole.spark.torch.job import TorchTrainingResult
@@ -82,6 +85,9 @@ class TorchEstimator(TorchEstimatorBase):
     def _check_settings(self) -> None:
         super()._check_settings()
         self._check_optimizer()
+        self._refuse_options_of_schedules()
+        if not self._makes_network:
+            self._split_optimizer()
         losses = self._label_losses()
         self._refuse_options_of_losses()
         self._refuse_options_of_distribution()
@@ -94,6 +100,54 @@ class TorchEstimator(TorchEstimatorBase):
         callbacks.check_callbacks(self.getCallbacks())
         if not callable(resolve_data_module_class(self.getDataModule()) or type):
             raise TypeError(f"data_module must be a class: {self.getDataModule()!r}")
+
+    def _refuse_options_of_schedules(self) -> None:
+        """Refuses options of learning rates that would have no effect."""
+        scheduler = self.getLrScheduler()
+        if self.getWarmupSteps() is not None and not isinstance(scheduler, str):
+            raise ValueError(
+                "warmup_steps needs lr_scheduler by name, such as "
+                'lr_scheduler="constant": other schedulers have their own warm-up'
+            )
+        if self._has_groups_by_name() and hasattr(scheduler, "optimizer"):
+            raise ValueError(
+                "parameter_groups and layer_decay cannot be combined with a scheduler that knows "
+                "the optimizer's groups already: set lr_scheduler to a function that creates it"
+            )
+
+    _makes_network: ClassVar[bool] = False
+    """Whether the network is made in a fit, so that its parameters have no names before."""
+
+    def _has_groups_by_name(self) -> bool:
+        return bool(self.getParameterGroups()) or self.getLayerDecay() is not None
+
+    def _split_optimizer(self) -> Any:
+        """Returns the optimizer with the groups that the user described by names.
+
+        Raises:
+            ValueError: a name matches nothing, or the model has no layers.
+        """
+        if not self._has_groups_by_name():
+            return self.getOptimizer()
+        return split_parameter_groups(
+            self.getModel(),
+            self.getOptimizer(),
+            self.getParameterGroups() or {},
+            self.getLayerDecay(),
+        )
+
+    def _resolve_scheduler(self, data: TrainingDataSpec, processes: int) -> Any:
+        """Returns the scheduler, or the function that creates it in a training process."""
+        scheduler = self.getLrScheduler()
+        if not isinstance(scheduler, str):
+            return scheduler
+        batches = data.train_steps or -(
+            -data.train_rows // (data.step_rows or data.batch_size * processes)
+        )
+        steps = -(-batches // self.getBackwardPassesPerStep()) * self.getEpochs()
+        warmup = self.getWarmupSteps() or 0
+        share = warmup_share(warmup, min(steps, self.getMaxSteps() or steps))
+        return RateSchedule(scheduler, share)
 
     def _refuse_options_of_distribution(self) -> None:
         """Refuses options that need all gradients on each process, in each step."""
@@ -190,12 +244,44 @@ class TorchEstimator(TorchEstimatorBase):
         """Returns the class of the fitted model."""
         return TorchModel
 
+    def lr_range_test(
+        self, dataset: Any = None, *, min_lr: float = 1e-6, max_lr: float = 1.0, steps: int = 100
+    ) -> rate_range.LearningRateCurve:
+        """Returns the losses of a short run whose learning rate rises from step to step, and a
+        rate that they suggest (Smith 2017). The estimator and its model stay as they are. The run
+        is in the store, as other runs.
+
+        Args:
+            dataset: rows to train with, as for `fit`; `None` trains on the prepared rows in the
+                store, as `fit_on_parquet` does.
+            min_lr: learning rate of the first step, of one process. Groups with smaller rates
+                keep their ratio to the largest rate.
+            max_lr: learning rate of the last step.
+            steps: steps of the optimizer.
+
+        Raises:
+            ValueError: there is no such range, the loss diverges from the beginning, or a
+                parameter does not fit.
+        """
+        rates = rate_range.rising_rates(min_lr, max_lr, steps)
+        tested = self.copy()
+        tested.setParams(
+            **rate_range.CLEARED_PARAMS,
+            lr_scheduler=partial(rate_range.create_range_scheduler, rates),
+            callbacks=[rate_range.RangeLossRecorder()],
+            epochs=steps,
+            max_steps=steps,
+            backward_passes_per_step=1,
+        )
+        fitted = tested.fit_on_parquet() if dataset is None else tested.fit(dataset)
+        return rate_range.curve_of_history(fitted.getHistory(), rates)
+
     def _create_framework_job(self, prepared: Prepared, backend: Backend) -> FrameworkTrainingJob:
         processes = backend.num_processes()
         sampled = self._sample_columns(prepared, backend)
         # Local steps have the learning rate of one process.
         factor = 1 if self.getSyncEvery() > 1 else learning_rate_factor(self, processes)
-        totals = total_learning_rate_digest(self.getOptimizer(), factor)
+        totals = total_learning_rate_digest(self._split_optimizer(), factor)
         fingerprint = self._fit_fingerprint(prepared, processes, totals)
         most = backend.max_processes()
         require_row_for_each_process(self, most)
@@ -263,7 +349,19 @@ class TorchEstimator(TorchEstimatorBase):
     def _framework_fingerprint_parts(self) -> list[FingerprintPart]:
         what = "loss" if self.getLossConstructors() is None else "loss_constructors"
         own = FingerprintPart.from_value(what, self._label_losses())
-        return [*super()._framework_fingerprint_parts(), own]
+        parts = [*model_parts(self.getModel(), self._split_optimizer()), own]
+        scheduler = self.getLrScheduler()
+        if isinstance(scheduler, str):
+            # A longer run has other rates from its first step on.
+            lengths = self.getEpochs(), self.getMaxSteps()
+            words = ", ".join(
+                f"{name}={length}"
+                for name, length in zip(("epochs", "max_steps"), lengths, strict=True)
+                if length is not None
+            )
+            part = f"the length of lr_scheduler={scheduler!r}"
+            parts.append(FingerprintPart.from_value(part, lengths, words))
+        return parts
 
     def _create_job(
         self, prepared: Prepared, fingerprint: Fingerprint, sampled: SampledColumns, processes: int
@@ -271,14 +369,15 @@ class TorchEstimator(TorchEstimatorBase):
         """Returns the run's description, an own copy of the user's objects, its losses, and the
         findings for the user.
         """
+        fields = self._job_fields(prepared, fingerprint)
         objects = TorchUserObjects(
             model=self.getModel(),
-            optimizer=self.getOptimizer(),
+            optimizer=self._split_optimizer(),
             losses=self._label_losses(),
             constructed=self.getLossConstructors() is not None,
             metrics=self._functions_by_metric(),
             compression=self.getGradientCompression(),
-            scheduler=self.getLrScheduler(),
+            scheduler=self._resolve_scheduler(fields["data"], processes),
             train_minibatch=self.getTrainMinibatchFn(),
             transformation=sampled.transformation,
             callbacks=tuple(self.getCallbacks()),
@@ -313,7 +412,7 @@ class TorchEstimator(TorchEstimatorBase):
             TorchLabel(*one, ranges.get(one[0].name))
             for one in driver_checks.map_labels(names, sampled.columns, losses, shapes)
         ]
-        fields, own, form = self._job_fields(prepared, fingerprint), None, None
+        own, form = None, None
         if self._has_own_loss():
             parts = max(processes, micro_batch_count(fields["data"], 1))
             trial, own = self._try_own_loss(

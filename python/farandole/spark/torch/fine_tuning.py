@@ -112,6 +112,7 @@ class FineTuningEstimator(FineTuningParams, TorchEstimator):  # pyright: ignore[
     _network_sources: ClassVar[str]
     """Parameters from which the parameters of `TorchEstimator` follow, for messages."""
     _own_loss: ClassVar[type[torch.nn.Module]]
+    _makes_network = True
 
     # Attributes of the copy in a fit. Annotations would make them arguments of the constructor.
     _optimizer_function = cast("Any", None)

@@ -91,7 +91,10 @@ class TrainingLoopOptions:
         Args:
             estimator: of PyTorch or Lightning.
         """
-        return cls(**{one.name: estimator.getOrDefault(one.name) for one in fields(cls)})
+        values = {one.name: estimator.getOrDefault(one.name) for one in fields(cls)}
+        if isinstance(estimator.getLrScheduler(), str):  # a schedule by name changes rates in steps
+            values["lr_scheduler_interval"] = "step"
+        return cls(**values)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,8 @@ from farandole.spark.common.runs.monitored_stopping import EarlyStopping, Monito
 from farandole.spark.torch.columns.class_weights import check_class_weight
 from farandole.spark.torch.columns.loss_terms import LOSS_REDUCTIONS
 from farandole.spark.torch.columns.tensors import INPUT_DTYPES
+from farandole.spark.torch.parameter_groups import check_parameter_groups
+from farandole.spark.torch.rate_schedules import RATE_SCHEDULES, check_warmup_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -41,9 +43,12 @@ def _check_precision(name: str, value: Any) -> str:
 
 
 def _check_scheduler(name: str, value: Any) -> Any:
+    if isinstance(value, str):
+        return argument_checks.make_choice_check(*RATE_SCHEDULES)(name, value)
     if not callable(value) and not (hasattr(value, "step") and hasattr(value, "state_dict")):
         raise TypeError(
-            f"{name} must be a scheduler of torch, or a function of an optimizer: {value!r}"
+            f"{name} must be a scheduler of torch, a function of an optimizer, or one of "
+            f"{', '.join(RATE_SCHEDULES)}: {value!r}"
         )
     return value
 
@@ -175,8 +180,26 @@ class TorchParams(EstimatorParams):
     )
     lr_scheduler: Parameter[Any] = Parameter(
         "A scheduler over the optimizer, or a function that creates one from an optimizer. It "
-        "sees the learning rates of one process.",
+        'sees the learning rates of one process. Or the name of a schedule, `"constant"`, '
+        '`"linear"` or `"cosine"`, which spans the run and changes the rates in each step.',
         _check_scheduler,
+        default=None,
+    )
+    warmup_steps: Parameter[float] = Parameter(
+        "Steps in which the rates of a named schedule rise from 0, or as a float below 1 the share "
+        "of the run.",
+        check_warmup_steps,
+        default=None,
+    )
+    parameter_groups: Parameter[Mapping[str, Mapping[str, Any]]] = Parameter(
+        "Options of the optimizer for the parameters whose names match a pattern, such as "
+        '`{"bias|norm": {"weight_decay": 0.0}}`.',
+        check_parameter_groups,
+        default=None,
+    )
+    layer_decay: Parameter[float] = Parameter(
+        "Share of a layer's learning rate that the layer below has, such as 0.75.",
+        argument_checks.check_open_share,
         default=None,
     )
     lr_scheduler_interval: Parameter[str] = Parameter(

@@ -57,7 +57,10 @@ class TorchPredictor(BatchPredictor):
         """Like `BatchPredictor.load_model`; the model is on the task's device."""
         from farandole.spark.torch.saving import host_weights
 
-        return host_weights.load_module(self.model, self.weights).eval().to(self._task_device())
+        loaded = host_weights.load_module(self.model, self.weights).eval().to(self._task_device())
+        if self.precision == "bf16":
+            host_weights.take_float32_inputs(loaded)
+        return loaded
 
     def _task_device(self) -> str:
         """Returns the device of this task: the GPU that Spark assigned, or with `use_gpu` a

@@ -407,6 +407,7 @@ class _TorchTrainer:
         for rows, counts in counted:
             meter.mark_rows_read()
             step += 1
+            self.stepper.run_share = self._share_of_run(source, epoch, step, steps)
             self._train_batch(rows, counts, step - 1, steps, scores)
             if self.callbacks.has_callbacks("on_batch_end"):
                 state.step, state.loss = step, scores.mean_loss()
@@ -432,6 +433,15 @@ class _TorchTrainer:
         if self.average is not None:
             self.average.copy_buffers()
         self.elastic_run.commit_progress(**current_progress(), scores=scores.global_scores())
+
+    def _share_of_run(self, source: BatchedSource, epoch: int, step: int, steps: int) -> float:
+        """Returns the share of the run that is done after a step: by rows, where the number of
+        steps may change during an epoch.
+        """
+        share = step / steps
+        if self.elastic_run.moves and source.keeps_place and self.job.data.train_steps is None:
+            share = source.position_after_steps(epoch, step).rows / self.job.data.train_rows
+        return (epoch + min(share, 1.0)) / self.loop.epochs
 
     def _may_commit(self, source: BatchedSource, step: int) -> bool:
         """Returns whether the state may be committed after this step: no gradients wait and the

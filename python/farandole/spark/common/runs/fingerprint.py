@@ -45,7 +45,7 @@ RESULT_PARAMS = frozenset(
         "transformation_removed_fields", "train_minibatch_fn", "data_module", "precision",
         "gradient_clip_norm", "sync_every", "shard_optimizer", "strategy", "ema_decay",
         "lr_scheduler", "lr_scheduler_interval", "best_checkpoint", "deterministic", "trainer_args",
-        "checkpoint_callback",
+        "checkpoint_callback", "warmup_steps", "parameter_groups", "layer_decay",
     }
 )  # fmt: skip
 """Parameters that decide the result: another value makes another run."""

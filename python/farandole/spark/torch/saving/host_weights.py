@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 MIN_SHARED_WEIGHT_BYTES = 4 << 20
 """Smaller weights are sent within the module."""
+_MIN_SHARED_BUFFER_BYTES = 1 << 16
+"""Smaller buffers that are not in the state of the module are sent within it."""
 _HALF_PRECISION_MODULES = (
     torch.nn.Linear,
     torch.nn.Conv1d,
@@ -147,13 +149,40 @@ def load_module(module: bytes | PrestagedFile, weights: HostWeights | None) -> t
     return loaded
 
 
+def take_float32_inputs(module: torch.nn.Module) -> None:
+    """Lets the layers whose weights are stored in bfloat16 compute in float32 where the model
+    disables autocast. Without it, such a layer would not take its input.
+
+    Args:
+        module: a result of `load_module`.
+    """
+    for part in module.modules():
+        if type(part) in _HALF_PRECISION_MODULES and part.weight.dtype is torch.bfloat16:
+            part.register_forward_pre_hook(_widen_weights_outside_of_autocast)
+
+
+def _widen_weights_outside_of_autocast(part: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+    given = inputs[0] if inputs else None
+    if (
+        torch.is_tensor(given)
+        and given.dtype is torch.float32
+        and not torch.is_autocast_enabled(given.device.type)
+    ):
+        part.float()
+
+
 def _restore_module(module: bytes | PrestagedFile, tensors: Any) -> torch.nn.Module:
     return WeightReferenceUnpickler(io.BytesIO(load_prestaged(module)), tensors).load()
 
 
 def _named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     state = module.state_dict(keep_vars=True)
-    return {name: one for name, one in state.items() if torch.is_tensor(one)}
+    found = {name: one for name, one in state.items() if torch.is_tensor(one)}
+    for name, buffer in module.named_buffers():  # also those that are not in the state
+        is_large = buffer.numel() * buffer.element_size() >= _MIN_SHARED_BUFFER_BYTES
+        if name not in found and is_large and _can_be_shared({name: buffer}):
+            found[name] = buffer
+    return found
 
 
 def _can_be_shared(tensors: dict[str, torch.Tensor]) -> bool:

@@ -14,6 +14,7 @@ import torch
 
 import farandole.torch as hvd
 from farandole.spark.common.show.step_meter import StepMeter
+from farandole.spark.torch.rate_schedules import RateScheduler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,6 +39,8 @@ class OptimizerStepper:
 
     Attributes:
         meter: Meter of the time of a step.
+        taken: Steps of the optimizer so far.
+        run_share: Share of the run, by rows, that is done after the current step.
 
     Args:
         optimizer: distributed optimizer.
@@ -59,6 +62,8 @@ class OptimizerStepper:
         self.optimizer = optimizer
         self.meter = StepMeter()
         self.taken = 0
+        self.run_share = 0.0
+        self._max_steps = loop.max_steps
         self._rate_factor = factor
         self._clip = loop.gradient_clip_norm
         # FSDP reduces gradients in backward passes.
@@ -151,6 +156,11 @@ class OptimizerStepper:
             monitored: monitored score, for a scheduler that takes one.
         """
         if self.scheduler is None:
+            return
+        if isinstance(self.scheduler, RateScheduler):
+            steps_share = 0.0 if self._max_steps is None else self.taken / self._max_steps
+            with self._set_single_process_rates():
+                self.scheduler.set_rates(max(self.run_share, steps_share))
             return
         watches = "metrics" in inspect.signature(self.scheduler.step).parameters
         with self._set_single_process_rates(), warnings.catch_warnings():
