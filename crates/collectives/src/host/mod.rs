@@ -17,6 +17,8 @@ mod barrier;
 mod broadcast;
 mod chunk_sizes;
 mod copy_path;
+#[cfg(test)]
+mod copy_tests;
 mod direct_allreduce;
 mod doubling_allreduce;
 mod greeting;

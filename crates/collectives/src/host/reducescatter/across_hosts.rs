@@ -158,11 +158,11 @@ impl HostReducescatterJob {
             else {
                 continue;
             };
-            let part = &self.parts[*of];
+            let (part, copies) = (&self.parts[*of], &mut peers.copies[index]);
             any |= message.send_at_most_bytes(
                 REDUCESCATTER_PIECE_BYTES,
                 &mut *peers.links[index].sender,
-                |at, to| part.read_at(at, to),
+                |at, to| copies.copy_from_list(part, at, to),
             )?;
             if message.is_finished() {
                 self.streams[index].out.pop_front();
