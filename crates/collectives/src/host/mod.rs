@@ -25,6 +25,7 @@ mod greeting;
 mod halving_allreduce;
 mod hierarchy_allreduce;
 mod in_place_allreduce;
+mod latency_measurement;
 mod member_exchange;
 mod members_by_host;
 mod message;
@@ -50,6 +51,7 @@ use crate::{
     AllreduceAlgorithm, CollectiveOperation, Communicator, CrossoverTable, Error, OperationToken,
     Result, TensorSegment,
 };
+use latency_measurement::MeasuringAllreduceJob;
 use peer_links::{CollectiveJob, PeerLinks};
 use reducescatter::across_hosts::{HostReducescatterJob, is_joining_hosts_faster};
 use single_member::SingleMemberAllreduceJob;
@@ -179,6 +181,30 @@ fn boxed(job: impl CollectiveJob + 'static) -> Result<Box<dyn CollectiveJob>> {
     Ok(Box::new(job))
 }
 
+/// Creates the job of an allreduce by the algorithm that the table chooses.
+fn start_chosen_allreduce(
+    peers: &mut PeerLinks,
+    crossover: &CrossoverTable,
+    reducer: BlockReducer,
+    inputs: GatherList,
+    outputs: GatherList,
+) -> Result<Box<dyn CollectiveJob>> {
+    let (shape, bytes, capacity) = (peers.shape, inputs.len(), peers.capacity);
+    if peers.latency.is_none() && crossover.depends_on_latency(shape, bytes, capacity) {
+        let crossover = crossover.clone();
+        return boxed(MeasuringAllreduceJob::new(peers, crossover, reducer, inputs, outputs)?);
+    }
+    let algorithm = crossover.choose_algorithm(shape, bytes, capacity, peers.latency);
+    if algorithm == AllreduceAlgorithm::Pipeline
+        && in_place_allreduce::is_in_place_candidate(peers, &outputs)
+    {
+        return boxed(in_place_allreduce::InPlaceAllreduceJob::new(
+            peers, reducer, inputs, outputs,
+        ));
+    }
+    start_allreduce(algorithm, peers, reducer, inputs, outputs)
+}
+
 /// Creates the job of an allreduce over links.
 fn start_allreduce(
     algorithm: AllreduceAlgorithm,
@@ -247,16 +273,7 @@ impl Communicator for HostCommunicator {
                         boxed(adasum::AdasumJob::new(peers, reducer, &tensors, &inputs, outputs))
                     }),
                     (_, false) => Box::new(move |peers, crossover| {
-                        let algorithm =
-                            crossover.choose_algorithm(peers.shape, inputs.len(), peers.capacity);
-                        if algorithm == AllreduceAlgorithm::Pipeline
-                            && in_place_allreduce::is_in_place_candidate(peers, &outputs)
-                        {
-                            return boxed(in_place_allreduce::InPlaceAllreduceJob::new(
-                                peers, reducer, inputs, outputs,
-                            ));
-                        }
-                        start_allreduce(algorithm, peers, reducer, inputs, outputs)
+                        start_chosen_allreduce(peers, crossover, reducer, inputs, outputs)
                     }),
                 }
             }
