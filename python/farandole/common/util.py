@@ -46,9 +46,6 @@ _ROUNDED_OP_NUMBERS = {Average: 6, Sum: 7}
 hosts.
 """
 
-_WIRE_OP_NUMBERS = {"bfloat16": {Average: 8, Sum: 9}, "float16": {Average: 10, Sum: 11}}
-"""The engine's numbers of reductions of float32 that is a 16-bit float on links, by this type."""
-
 
 def allows_rounded_sums(compression: object) -> bool:
     """Returns whether a compressor, Farandole's or the user's own, lets partial sums be rounded
@@ -57,24 +54,18 @@ def allows_rounded_sums(compression: object) -> bool:
     return bool(getattr(compression, "rounds_partial_sums", False))
 
 
-def engine_op_number(op: int, rounds: bool = True, wire_type: str | None = None) -> int:
+def engine_op_number(op: int, rounds: bool = True) -> int:
     """Returns the engine's number of a reduction, with partial sums rounded between hosts if
-    `rounds`. With a `wire_type`, of `Average` or `Sum` of float32 that has this type on links.
+    `rounds`.
     """
-    if wire_type is not None:
-        return _WIRE_OP_NUMBERS[wire_type][op]
     return _ROUNDED_OP_NUMBERS.get(op, op) if rounds else op
 
 
 def op_of_engine_number(number: int) -> int:
     """Returns the reduction that has this number in the engine, whether it rounds partial sums
-    or not, with or without another type on links.
+    or not.
     """
-    for numbers in (_ROUNDED_OP_NUMBERS, *_WIRE_OP_NUMBERS.values()):
-        for op, theirs in numbers.items():
-            if theirs == number:
-                return op
-    return number
+    return next((op for op, theirs in _ROUNDED_OP_NUMBERS.items() if theirs == number), number)
 
 
 def resolve_op_argument(op: int | None, average: bool | None) -> int:

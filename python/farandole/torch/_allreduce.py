@@ -16,12 +16,7 @@ from farandole.torch._reduce import (
     start_allreduce,
     start_grouped_allreduce,
 )
-from farandole.torch.compression import (
-    Compression,
-    Compressor,
-    find_wire_type,
-    is_used_by_reduction_only,
-)
+from farandole.torch.compression import Compression, Compressor, is_used_by_reduction_only
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -120,9 +115,6 @@ def allreduce(
     reduction = TensorReduction(
         resolve_op_argument(op, average), prescale_factor, postscale_factor, process_set, rounds
     )
-    wire_type = find_wire_type(compression, reduction.op, [tensor])
-    if wire_type is not None:
-        return reduce_tensor(tensor, name, reduction._replace(wire_type=wire_type))
     compressed, ctx = compression.compress(tensor)
     reduced = reduce_tensor(
         compressed, name, reduction, is_used_by_reduction_only(compression, ctx)
@@ -205,9 +197,6 @@ def grouped_allreduce(
     reduction = TensorReduction(
         resolve_op_argument(op, average), prescale_factor, postscale_factor, process_set, rounds
     )
-    wire_type = find_wire_type(compression, reduction.op, tensors)
-    if wire_type is not None:
-        return reduce_tensors(tensors, name, reduction._replace(wire_type=wire_type))
     pairs = [compression.compress(tensor) for tensor in tensors]
     are_private = all(is_used_by_reduction_only(compression, ctx) for _, ctx in pairs)
     reduced = reduce_tensors([compressed for compressed, _ in pairs], name, reduction, are_private)

@@ -15,10 +15,10 @@ from farandole.torch._handles import ENGINE_DTYPES, describe_tensor, table, to_e
 from farandole.torch._sparse import sparse_allreduce_async
 from farandole.torch.compress._base import Compressor as StatefulCompressor
 from farandole.torch.compress._exchange import EngineExchange
-from farandole.torch.compression import Compression, find_wire_type
+from farandole.torch.compression import Compression
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from farandole.torch._reduce import TensorReduction
     from farandole.torch.compression import Compressor
@@ -107,8 +107,6 @@ class GradientBucket:
         self._finish: Callable[[], list[torch.Tensor]] | None = None
         self._stateful: StatefulCompressor | None = None
         self._cast: type[Compressor] = Compression.none
-        """Casts gradients before and after their reduction."""
-        self._reduction = options.reduction
         if isinstance(options.compression, StatefulCompressor):
             self._stateful = options.compression
         else:
@@ -126,15 +124,6 @@ class GradientBucket:
         self.started, self._handle, self._finish = False, None, None
         self._in_place_gradients, self._staged_gradients, self._sparse = [], [], []
 
-    def _choose_wire_type(self, gradients: Iterable[torch.Tensor]) -> None:
-        """Decides whether the engine casts the gradients on links, or the compressor does."""
-        if isinstance(self.options.compression, StatefulCompressor):
-            return
-        reduction, compression = self.options.reduction, self.options.compression
-        wire_type = find_wire_type(compression, reduction.op, gradients)
-        self._cast = compression if wire_type is None else Compression.none
-        self._reduction = reduction._replace(wire_type=wire_type)
-
     def take_gradient(self, slot: GradientSlot) -> None:
         """Takes a gradient from autograd, unchanged."""
 
@@ -147,12 +136,7 @@ class GradientBucket:
             FarandoleInternalError: When the world is broken already.
         """
         self.started = True
-        self._choose_wire_type(
-            slot.parameter if slot.parameter.grad is None else slot.parameter.grad
-            for slot in self.slots
-            if slot.parameter.requires_grad
-        )
-        straight = self._cast is Compression.none and self._stateful is None
+        straight = self.options.compression is Compression.none
         members: list[tuple[str, int, tuple[int, ...], int, int]] = []
         sources: list[torch.Tensor] = []
         for slot in self.slots:
@@ -193,7 +177,7 @@ class GradientBucket:
             )
         if not members:
             return
-        arguments = self._reduction.engine_arguments
+        arguments = self.options.reduction.engine_arguments
         keep = (sources, self._in_place_gradients, self._staged_gradients)
         if len(members) == 1:
             self._handle = table.submit_operation(
@@ -407,14 +391,13 @@ class GradientViewBucket(GradientBucket):
                 self._stateful, [(slot.name, self._views[slot]) for slot in self.slots]
             )
             return
-        self._choose_wire_type([self._memory])
         wire, self._ctx = self._cast.compress(self._memory)
         self._wire = to_engine_tensor(wire)
         described = describe_tensor(self._name, self._wire)
         arguments = (
             *described,
             self._wire.data_ptr(),
-            *self._reduction.engine_arguments,
+            *self.options.reduction.engine_arguments,
             False,
             gpu_and_stream_of(self._wire),
         )

@@ -43,13 +43,11 @@ class TensorReduction(NamedTuple):
     process_set: ProcessSet = global_process_set
     rounds: bool = False
     """Whether partial sums of 16-bit floats are rounded between hosts."""
-    wire_type: str | None = None
-    """The 16-bit float to which the engine casts float32 on links; `None` if it casts nothing."""
 
     @property
     def engine_arguments(self) -> tuple[int, float, float, int]:
         """The arguments for the engine."""
-        number = engine_op_number(self.op, self.rounds, self.wire_type)
+        number = engine_op_number(self.op, self.rounds)
         return number, self.prescale, self.postscale, process_set_number(self.process_set)
 
 

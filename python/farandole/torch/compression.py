@@ -1,19 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Compression of gradients: casts before and after a reduction, or on the links."""
+"""Compression of gradients: casts before and after a reduction."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from farandole.common import basics
-from farandole.common.util import Average, Sum
 from farandole.torch import _large_tensor_memory
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 
 class Compressor:
@@ -66,23 +59,6 @@ def is_used_by_reduction_only(compression: type[Compressor], ctx: torch.dtype | 
     return compression in (FP16Compressor, BF16Compressor) and ctx is not None
 
 
-def find_wire_type(compression: object, op: int, tensors: Iterable[torch.Tensor]) -> str | None:
-    """Returns the type that the engine gives the tensors on links, in place of a cast before and
-    after the reduction; `None` if the compressor has to cast.
-
-    The engine casts float32 in the memory of the host, for `Average` and `Sum`, a block at a time
-    while other blocks are on their way. The result is the same. On one host the compressor casts,
-    because then ranks can read each other's tensors in place.
-    """
-    wire_type = _WIRE_TYPES.get(compression) if isinstance(compression, type) else None
-    casts = wire_type is not None and op in (Average, Sum) and basics.local_size() < basics.size()
-    return wire_type if casts and all(map(_is_castable_by_engine, tensors)) else None
-
-
-def _is_castable_by_engine(tensor: torch.Tensor) -> bool:
-    return tensor.dtype is torch.float32 and tensor.is_cpu
-
-
 def _cast_back(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return tensor if dtype is None else _large_tensor_memory.cast_tensor(tensor, dtype)
 
@@ -117,9 +93,6 @@ class BF16Compressor(Compressor):
     def decompress(tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:
         """Casts back."""
         return _cast_back(tensor, ctx)
-
-
-_WIRE_TYPES: dict[type, str] = {FP16Compressor: "float16", BF16Compressor: "bfloat16"}
 
 
 class Compression:
