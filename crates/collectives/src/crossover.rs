@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Chooses the algorithm of an allreduce by its bytes and by its members' hosts, and whether a
-//! reduce-scatter joins inputs on each host first. Results do not depend on the choice.
+//! Chooses the algorithm of an allreduce by its bytes, by its members' hosts and, where it matters,
+//! by the latency between hosts, and whether a reduce-scatter joins inputs on each host first.
+//! Results do not depend on the choice.
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::str::FromStr;
+use std::time::Duration;
 
 /// Algorithm of an allreduce.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -84,15 +86,27 @@ const CROSSOVER_ROWS: [CrossoverRow; 6] = [
     CrossoverRow { members: usize::MAX, hosts: usize::MAX, direct: 0, doubling: 64 << 10 },
 ];
 
-/// Smallest number of hosts for halving, if ranks share a host. Measured with `examples/across.rs`
-/// of the simulator at 25 and 100 Gbit/s and 20 us. With 16 to 64 hosts of 4 or 8 ranks and from
-/// 256 KiB, halving takes 0.44 to 1.03 times as long as hierarchy, and connects each rank with
-/// `log2 H` others instead of `H - 1`. With fewer hosts, neither is always the faster one. At 200
-/// us, halving is slower up to a few MiB. With one rank on each host, pipeline is the fastest.
-const MIN_HALVING_HOSTS: usize = 16;
+/// Fewest hosts for halving, if ranks share a host. Up to 4 hosts, hierarchy is at most as slow.
+const MIN_HALVING_HOSTS: usize = 8;
+/// Fewest hosts for halving of large tensors. With fewer, hierarchy takes 0.88 to 1.03 times as
+/// long from `MAX_HALVING_BYTES_ON_FEW_HOSTS` on.
+const MIN_HOSTS_FOR_LARGE_HALVING: usize = 16;
+const MAX_HALVING_BYTES_ON_FEW_HOSTS: usize = 512 << 10;
+/// Bytes from which on many chunks hide the latency of halving, which then takes 0.9 to 1.02 times
+/// as long as hierarchy with many hosts.
+const MIN_ALWAYS_HALVED_BYTES: usize = 16 << 20;
+/// Processor time of a message at its sender, and again at its receiver, as in the simulator.
+const MESSAGE_SECONDS: f64 = 2e-6;
+/// Latency between hosts where none was measured, as in the simulator.
+const ASSUMED_LATENCY: Duration = Duration::from_micros(20);
+/// Shortest and longest chunks of a hierarchy, about, and the number of chunks of a carrier.
+const SHORT_CHUNK_BYTES: usize = 16 << 10;
+const LONG_CHUNK_BYTES: usize = 244 << 10;
+const CHUNKS_PER_CARRIER: usize = 4;
 
-/// Choice of algorithms: the built-in table, or rules that replace it. No measurement runs during a
-/// job, and all members compare their choices when they greet each other.
+/// Choice of algorithms: the built-in table, or rules that replace it. All members compare their
+/// rules when they greet each other. If the table needs the latency between hosts, members measure
+/// it before the first such operation, and agree on it.
 ///
 /// The text form is `auto`, or rules such as `direct:4096,doubling:65536,hierarchy`. The first rule
 /// with enough bytes for the operation is used. Rules for worlds of one shape begin with the shape:
@@ -117,20 +131,37 @@ impl CrossoverTable {
         shape: GroupHostLayout,
         bytes: usize,
         capacity: usize,
+        latency: Option<Duration>,
     ) -> AllreduceAlgorithm {
         let rules = self.shapes.get(&(shape.hosts, shape.largest_host_size)).unwrap_or(&self.rules);
         let chosen = match rules.iter().find(|(most, _)| bytes <= *most) {
             Some((_, algorithm)) => *algorithm,
-            None => default_algorithm(shape, bytes, capacity),
+            None => default_algorithm(shape, bytes, capacity, latency.unwrap_or(ASSUMED_LATENCY)),
         };
         // With one host, there is no other host to reduce across.
         let is_across =
             matches!(chosen, AllreduceAlgorithm::Hierarchy | AllreduceAlgorithm::Halving);
         if is_across && shape.hosts == 1 { AllreduceAlgorithm::Pipeline } else { chosen }
     }
+
+    /// Returns whether the latency between hosts decides.
+    pub(crate) fn depends_on_latency(
+        &self,
+        shape: GroupHostLayout,
+        bytes: usize,
+        capacity: usize,
+    ) -> bool {
+        let chosen = |latency| self.choose_algorithm(shape, bytes, capacity, Some(latency));
+        chosen(Duration::ZERO) != chosen(Duration::MAX)
+    }
 }
 
-fn default_algorithm(shape: GroupHostLayout, bytes: usize, capacity: usize) -> AllreduceAlgorithm {
+fn default_algorithm(
+    shape: GroupHostLayout,
+    bytes: usize,
+    capacity: usize,
+    latency: Duration,
+) -> AllreduceAlgorithm {
     let row =
         CROSSOVER_ROWS.iter().find(|row| shape.members <= row.members && shape.hosts <= row.hosts);
     let (direct, doubling) = row.map_or((0, 0), |row| (row.direct, row.doubling));
@@ -140,14 +171,38 @@ fn default_algorithm(shape: GroupHostLayout, bytes: usize, capacity: usize) -> A
     } else if bytes <= doubling.min(capacity) {
         AllreduceAlgorithm::Doubling
     } else if shape.hosts > 1 && shape.largest_host_size > 1 {
-        if shape.hosts < MIN_HALVING_HOSTS {
-            AllreduceAlgorithm::Hierarchy
-        } else {
+        if is_halving_faster(shape, bytes, latency) {
             AllreduceAlgorithm::Halving
+        } else {
+            AllreduceAlgorithm::Hierarchy
         }
     } else {
         AllreduceAlgorithm::Pipeline
     }
+}
+
+/// Returns whether halving is faster than hierarchy, if ranks share a host.
+///
+/// Halving takes more latencies. For each chunk of a carrier it saves messages, because it
+/// exchanges them with few other hosts. The limits come from the simulator with 4 to 64 hosts of 4
+/// and 8 ranks, 5 to 500 us, 25 and 100 Gbit/s, and 128 KiB to 16 MiB; its test of a grid holds
+/// them.
+fn is_halving_faster(shape: GroupHostLayout, bytes: usize, latency: Duration) -> bool {
+    let many = shape.hosts >= MIN_HOSTS_FOR_LARGE_HALVING;
+    if shape.hosts < MIN_HALVING_HOSTS || (!many && bytes > MAX_HALVING_BYTES_ON_FEW_HOSTS) {
+        return false;
+    }
+    if bytes >= MIN_ALWAYS_HALVED_BYTES {
+        return true;
+    }
+    // Hosts beyond a power of two are paired, which takes a step before and one after the others.
+    let steps = shape.hosts.ilog2() as usize + if shape.hosts.is_power_of_two() { 0 } else { 2 };
+    let share = bytes / shape.largest_host_size.max(1);
+    let chunk = (share / CHUNKS_PER_CARRIER).clamp(SHORT_CHUNK_BYTES, LONG_CHUNK_BYTES);
+    // Of each chunk, partials and results are sent and received.
+    let saved_messages = 4 * (shape.hosts - 1).saturating_sub(steps) * share.div_ceil(chunk);
+    let added_latencies = 2 * (steps - 1);
+    latency.as_secs_f64() * added_latencies as f64 <= MESSAGE_SECONDS * saved_messages as f64
 }
 
 impl FromStr for CrossoverTable {
@@ -289,8 +344,9 @@ mod tests {
     #[test]
     fn a_world_takes_the_list_of_its_shape() {
         let table: CrossoverTable = "2x4=pipeline:100;1x4=auto;doubling".parse().unwrap();
-        let chosen =
-            |hosts, together, bytes| table.choose_algorithm(shape(hosts, together), bytes, 1 << 20);
+        let chosen = |hosts, together, bytes| {
+            table.choose_algorithm(shape(hosts, together), bytes, 1 << 20, None)
+        };
         assert_eq!(
             (chosen(2, 4, 100), chosen(2, 4, 101)),
             (AllreduceAlgorithm::Pipeline, AllreduceAlgorithm::Doubling)
@@ -308,12 +364,21 @@ mod tests {
     #[test]
     fn rules_come_before_the_table_and_the_table_where_they_end() {
         let rules: CrossoverTable = "doubling:100".parse().unwrap();
-        assert_eq!(rules.choose_algorithm(shape(2, 2), 100, 1 << 20), AllreduceAlgorithm::Doubling);
-        assert_eq!(rules.choose_algorithm(shape(2, 2), 101, 1 << 20), AllreduceAlgorithm::Doubling);
-        assert_eq!(rules.choose_algorithm(shape(1, 2), 101, 1 << 20), AllreduceAlgorithm::Direct);
+        assert_eq!(
+            rules.choose_algorithm(shape(2, 2), 100, 1 << 20, None),
+            AllreduceAlgorithm::Doubling
+        );
+        assert_eq!(
+            rules.choose_algorithm(shape(2, 2), 101, 1 << 20, None),
+            AllreduceAlgorithm::Doubling
+        );
+        assert_eq!(
+            rules.choose_algorithm(shape(1, 2), 101, 1 << 20, None),
+            AllreduceAlgorithm::Direct
+        );
         let everywhere: CrossoverTable = "hierarchy".parse().unwrap();
         assert_eq!(
-            everywhere.choose_algorithm(shape(1, 4), 5, 1 << 20),
+            everywhere.choose_algorithm(shape(1, 4), 5, 1 << 20, None),
             AllreduceAlgorithm::Pipeline
         );
     }
@@ -321,8 +386,9 @@ mod tests {
     #[test]
     fn small_goes_in_few_steps_and_large_by_hosts() {
         let auto = CrossoverTable::default();
-        let chosen =
-            |hosts, together, bytes| auto.choose_algorithm(shape(hosts, together), bytes, 1 << 20);
+        let chosen = |hosts, together, bytes| {
+            auto.choose_algorithm(shape(hosts, together), bytes, 1 << 20, None)
+        };
         assert_eq!(chosen(1, 2, 32 << 10), AllreduceAlgorithm::Direct);
         assert_eq!(chosen(1, 2, (32 << 10) + 1), AllreduceAlgorithm::Pipeline);
         assert_eq!(chosen(1, 16, 4), AllreduceAlgorithm::Pipeline);
@@ -333,7 +399,7 @@ mod tests {
         assert_eq!(chosen(4, 1, 1 << 20), AllreduceAlgorithm::Pipeline);
         assert_eq!(chosen(2, 4, 1 << 20), AllreduceAlgorithm::Hierarchy);
         assert_eq!(
-            (chosen(15, 4, 1 << 20), chosen(16, 4, 1 << 20)),
+            (chosen(15, 4, 4 << 20), chosen(16, 4, 4 << 20)),
             (AllreduceAlgorithm::Hierarchy, AllreduceAlgorithm::Halving)
         );
         assert_eq!(
@@ -342,8 +408,32 @@ mod tests {
         );
         let everywhere: CrossoverTable = "halving".parse().unwrap();
         assert_eq!(
-            everywhere.choose_algorithm(shape(1, 4), 5, 1 << 20),
+            everywhere.choose_algorithm(shape(1, 4), 5, 1 << 20, None),
             AllreduceAlgorithm::Pipeline
         );
+    }
+
+    #[test]
+    fn a_long_latency_keeps_tensors_of_middle_size_from_halving() {
+        let auto = CrossoverTable::default();
+        let chosen = |hosts, bytes, microseconds| {
+            let latency = Some(Duration::from_micros(microseconds));
+            auto.choose_algorithm(shape(hosts, 4), bytes, 1 << 20, latency)
+        };
+        assert_eq!(chosen(16, 1 << 20, 20), AllreduceAlgorithm::Halving);
+        assert_eq!(chosen(16, 1 << 20, 200), AllreduceAlgorithm::Hierarchy);
+        assert_eq!(chosen(16, 4 << 20, 200), AllreduceAlgorithm::Hierarchy);
+        assert_eq!(chosen(16, 64 << 20, 200), AllreduceAlgorithm::Halving);
+        assert_eq!(chosen(8, 256 << 10, 20), AllreduceAlgorithm::Halving);
+        assert_eq!(chosen(8, 1 << 20, 20), AllreduceAlgorithm::Hierarchy);
+        let depends = |hosts, together, bytes| {
+            auto.depends_on_latency(shape(hosts, together), bytes, 1 << 20)
+        };
+        assert!(depends(16, 4, 1 << 20) && depends(8, 2, 256 << 10));
+        assert!(!depends(7, 4, 1 << 20), "too few hosts");
+        assert!(!depends(16, 4, 1 << 10) && !depends(16, 4, 64 << 20), "small and large ones");
+        assert!(!depends(16, 1, 1 << 20), "a rank on each host");
+        let fixed: CrossoverTable = "halving".parse().unwrap();
+        assert!(!fixed.depends_on_latency(shape(16, 4), 1 << 20, 1 << 20));
     }
 }

@@ -32,7 +32,8 @@
 //! ```
 //!
 //! The algorithm of an allreduce depends on its bytes and on the members' hosts
-//! ([`CrossoverTable`]), never on a measurement.
+//! ([`CrossoverTable`]). With many hosts, it also depends on the latency between them, which all
+//! members measure before the first such operation.
 //!
 //! Invariants:
 //! - `CO-1`: every element is combined in one order: first the members of a host in member order,

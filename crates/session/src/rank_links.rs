@@ -401,9 +401,10 @@ mod tests {
         let places = world.machine_numbers();
         let config = Config::read(|_| None, &BTreeMap::new()).unwrap();
         let (rules, ring) = (rules.parse().unwrap(), world_ring_bytes(&world, &config));
+        let latency = std::time::Duration::from_micros(20);
         let mut partners = vec![BTreeSet::new(); size];
         for bytes in bytes {
-            let plan = AllreducePlan::new(&places, *bytes, ring, &rules).unwrap();
+            let plan = AllreducePlan::new(&places, *bytes, ring, &rules, latency).unwrap();
             let mut allreduce = plan.start_on_all_members().unwrap();
             while allreduce.pending_count() > 0 {
                 for from in 0..size {

@@ -89,7 +89,8 @@ impl<'a> AllreduceSimulator<'a> {
             expected: "enough for a chunk",
             value: self.capacity.to_string(),
         };
-        AllreducePlan::new(&self.rank_hosts, bytes, self.capacity, &self.crossover)
+        let latency = self.cluster.latency;
+        AllreducePlan::new(&self.rank_hosts, bytes, self.capacity, &self.crossover, latency)
             .ok_or_else(too_small)
     }
 

@@ -100,7 +100,9 @@ impl CollectiveJob for AllgatherJob {
     fn poll(&mut self, peers: &mut PeerLinks) -> Result<PollProgress> {
         let (mut any, mut done) = (false, true);
         let Self { places, own, streams, stored } = self;
-        for (link, AllgatherLinkParts { out, incoming }) in peers.links.iter_mut().zip(streams) {
+        let PeerLinks { member, links, copies, .. } = peers;
+        let links = links.iter_mut().zip(copies);
+        for ((link, copies), AllgatherLinkParts { out, incoming }) in links.zip(streams) {
             // Receives before it sends, so that bytes for the other members of the host are
             // forwarded in the same poll.
             if let Some(AllgatherPart { of, message }) = incoming.front_mut() {
@@ -120,11 +122,11 @@ impl CollectiveJob for AllgatherJob {
                     // Links carry whole units: the rest of an incomplete unit has not arrived yet.
                     (stored[*of] / UNIT_BYTES * UNIT_BYTES).saturating_sub(message.moved_bytes())
                 };
-                let from = if *of == peers.member { &*own } else { &places[*of] };
+                let from = if of == member { &*own } else { &places[*of] };
                 any |= message.send_at_most_bytes(
                     ready.min(ALLGATHER_PIECE_BYTES),
                     &mut *link.sender,
-                    |at, to| from.read_at(at, to),
+                    |at, to| copies.copy_from_list(from, at, to),
                 )?;
                 if message.is_finished() {
                     out.pop_front();

@@ -69,15 +69,16 @@ impl AlltoallJob {
 impl CollectiveJob for AlltoallJob {
     fn poll(&mut self, peers: &mut PeerLinks) -> Result<PollProgress> {
         let (mut any, mut done) = (false, true);
-        let links = &mut peers.links;
+        let PeerLinks { member, links, copies, .. } = peers;
         for k in 0..links.len() {
             // Link number `member` leads to the next member, because a member has no link to
             // itself.
-            let index = (peers.member + k) % links.len();
+            let index = (*member + k) % links.len();
             let (link, stream) = (&mut links[index], &mut self.streams[index]);
-            let AlltoallLinkProgress { out, incoming, ours, theirs } = stream;
+            let (copies, AlltoallLinkProgress { out, incoming, ours, theirs }) =
+                (&mut copies[index], stream);
             any |= out.send_at_most_bytes(ALLTOALL_PIECE_BYTES, &mut *link.sender, |at, to| {
-                ours.read_at(at, to)
+                copies.copy_from_list(ours, at, to)
             })?;
             any |= incoming
                 .receive_window(&mut *link.receiver, |at, from| theirs.write_at(at, from))?;

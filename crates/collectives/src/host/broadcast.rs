@@ -146,21 +146,23 @@ impl CollectiveJob for BroadcastJob {
         let ready = self.bytes_ready_on_all_links(peers)?;
         if ready > 0 {
             let (at, payload) = (self.message.moved_bytes(), self.message.unpadded_bytes_of(ready));
+            let PeerLinks { links, copies, .. } = &mut *peers;
             for child in &self.children {
+                let copies = &mut copies[*child];
                 match self.parent {
                     None => {
-                        let sender = &mut peers.links[*child].sender;
-                        self.inputs.read_at(at, &mut sender.window()?[..payload]);
+                        let to = &mut links[*child].sender.window()?[..payload];
+                        copies.copy_from_list(&self.inputs, at, to);
                     }
                     Some(parent) => {
-                        let Ok([from, to]) = peers.links.get_disjoint_mut([parent, *child]) else {
+                        let Ok([from, to]) = links.get_disjoint_mut([parent, *child]) else {
                             continue;
                         };
-                        to.sender.window()?[..payload]
-                            .copy_from_slice(&from.receiver.window()?[..payload]);
+                        let from = &from.receiver.window()?[..payload];
+                        copies.copy_bytes(from, &mut to.sender.window()?[..payload]);
                     }
                 }
-                let sender = &mut peers.links[*child].sender;
+                let sender = &mut links[*child].sender;
                 // The ring still holds bytes of an earlier message.
                 sender.window()?[payload..ready].fill(0);
                 sender.commit(ready)?;

@@ -17,12 +17,15 @@ mod barrier;
 mod broadcast;
 mod chunk_sizes;
 mod copy_path;
+#[cfg(test)]
+mod copy_tests;
 mod direct_allreduce;
 mod doubling_allreduce;
 mod greeting;
 mod halving_allreduce;
 mod hierarchy_allreduce;
 mod in_place_allreduce;
+mod latency_measurement;
 mod member_exchange;
 mod members_by_host;
 mod message;
@@ -48,6 +51,7 @@ use crate::{
     AllreduceAlgorithm, CollectiveOperation, Communicator, CrossoverTable, Error, OperationToken,
     Result, TensorSegment,
 };
+use latency_measurement::MeasuringAllreduceJob;
 use peer_links::{CollectiveJob, PeerLinks};
 use reducescatter::across_hosts::{HostReducescatterJob, is_joining_hosts_faster};
 use single_member::SingleMemberAllreduceJob;
@@ -177,6 +181,30 @@ fn boxed(job: impl CollectiveJob + 'static) -> Result<Box<dyn CollectiveJob>> {
     Ok(Box::new(job))
 }
 
+/// Creates the job of an allreduce by the algorithm that the table chooses.
+fn start_chosen_allreduce(
+    peers: &mut PeerLinks,
+    crossover: &CrossoverTable,
+    reducer: BlockReducer,
+    inputs: GatherList,
+    outputs: GatherList,
+) -> Result<Box<dyn CollectiveJob>> {
+    let (shape, bytes, capacity) = (peers.shape, inputs.len(), peers.capacity);
+    if peers.latency.is_none() && crossover.depends_on_latency(shape, bytes, capacity) {
+        let crossover = crossover.clone();
+        return boxed(MeasuringAllreduceJob::new(peers, crossover, reducer, inputs, outputs)?);
+    }
+    let algorithm = crossover.choose_algorithm(shape, bytes, capacity, peers.latency);
+    if algorithm == AllreduceAlgorithm::Pipeline
+        && in_place_allreduce::is_in_place_candidate(peers, &outputs)
+    {
+        return boxed(in_place_allreduce::InPlaceAllreduceJob::new(
+            peers, reducer, inputs, outputs,
+        ));
+    }
+    start_allreduce(algorithm, peers, reducer, inputs, outputs)
+}
+
 /// Creates the job of an allreduce over links.
 fn start_allreduce(
     algorithm: AllreduceAlgorithm,
@@ -227,7 +255,13 @@ impl Communicator for HostCommunicator {
                 operand_checks::check_allreduce(dtype, &segments)?;
                 let tensors: Vec<usize> =
                     segments.iter().map(|segment| segment.input.len()).collect();
-                let (inputs, outputs) = gather_lists(segments);
+                let (dtype, op, (inputs, outputs)) = match op.wire_type_and_op() {
+                    None => (dtype, op, gather_lists(segments)),
+                    Some((wire, wire_op)) if dtype == DataType::F32 => {
+                        (wire, wire_op, casting_gather_lists(segments, wire)?)
+                    }
+                    Some(_) => return Err(Error::Unsupported { op, dtype }),
+                };
                 let is_adasum = op == ReduceOp::Adasum;
                 let reducer = if is_adasum {
                     operand_checks::check_adasum(dtype)?;
@@ -245,16 +279,7 @@ impl Communicator for HostCommunicator {
                         boxed(adasum::AdasumJob::new(peers, reducer, &tensors, &inputs, outputs))
                     }),
                     (_, false) => Box::new(move |peers, crossover| {
-                        let algorithm =
-                            crossover.choose_algorithm(peers.shape, inputs.len(), peers.capacity);
-                        if algorithm == AllreduceAlgorithm::Pipeline
-                            && in_place_allreduce::is_in_place_candidate(peers, &outputs)
-                        {
-                            return boxed(in_place_allreduce::InPlaceAllreduceJob::new(
-                                peers, reducer, inputs, outputs,
-                            ));
-                        }
-                        start_allreduce(algorithm, peers, reducer, inputs, outputs)
+                        start_chosen_allreduce(peers, crossover, reducer, inputs, outputs)
                     }),
                 }
             }
@@ -344,6 +369,16 @@ impl Communicator for HostCommunicator {
             // The greeting is no operation of the caller.
             + usize::from(self.running.as_ref().is_some_and(|running| running.token.is_some()))
     }
+}
+
+/// Returns lists of `float32` inputs and outputs with the bytes of the type `wire`.
+fn casting_gather_lists(
+    segments: Vec<TensorSegment>,
+    wire: DataType,
+) -> Result<(GatherList, GatherList)> {
+    let inputs = GatherList::casting(segments.iter().map(|segment| segment.input.clone()), wire)?;
+    let outputs = GatherList::casting(segments.into_iter().map(|segment| segment.output), wire)?;
+    Ok((inputs, outputs))
 }
 
 fn gather_lists(segments: Vec<TensorSegment>) -> (GatherList, GatherList) {

@@ -7,6 +7,7 @@ use std::any::{Any, TypeId};
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use farandole_kernels::{BlockReducer, HierarchicalOrder};
 use farandole_transport::{Link, LinkKind};
@@ -35,6 +36,8 @@ pub(super) struct PeerLinks {
     /// Size of the smallest ring of this member. After the greeting: of the whole communicator,
     /// equal on all members.
     pub(super) capacity: usize,
+    /// Latency between hosts, once the members have measured it and agreed on it.
+    pub(super) latency: Option<Duration>,
     /// Blocks that jobs reuse.
     pub(super) scratch: ReusedBlocksAndCaches,
     /// Whether some links open only at their first use.
@@ -159,6 +162,7 @@ impl PeerLinks {
             shape,
             orders,
             capacity,
+            latency: None,
             scratch: ReusedBlocksAndCaches::default(),
             on_demand,
             reductions: ReductionRecorder::default(),

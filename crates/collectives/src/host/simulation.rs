@@ -14,6 +14,7 @@
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use farandole_kernels::{
     BlockReducer, Buffer, DataType, GatherList, InstructionSet, ReduceOp, ReductionSpec,
@@ -74,12 +75,14 @@ pub struct AllreducePlan {
 
 impl AllreducePlan {
     /// Returns the plan of an allreduce of `bytes` among members with these host numbers, over
-    /// rings of `capacity` bytes. Returns `None` if the rings are too small.
+    /// rings of `capacity` bytes, with a `latency` between hosts. Returns `None` if the rings are
+    /// too small.
     pub fn new(
         host_numbers: &[u32],
         bytes: usize,
         capacity: usize,
         crossover: &CrossoverTable,
+        latency: Duration,
     ) -> Option<Self> {
         let hosts = MembersByHost::new(host_numbers, 0);
         let (members, host_count) = (host_numbers.len(), hosts.host_count());
@@ -91,7 +94,7 @@ impl AllreducePlan {
         let algorithm = if members < 2 {
             None
         } else {
-            let algorithm = crossover.choose_algorithm(shape, bytes, capacity);
+            let algorithm = crossover.choose_algorithm(shape, bytes, capacity, Some(latency));
             let doublings = host_count.ilog2() as usize;
             let within_hosts = 2 * (members - host_count);
             let messages = match algorithm {

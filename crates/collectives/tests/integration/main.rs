@@ -14,3 +14,4 @@ mod many_hosts;
 mod on_demand;
 mod operations;
 mod traffic;
+mod wire_types;

@@ -174,10 +174,7 @@ pub(super) fn choose_kernel(
         DataType::Bool => match reduction.op {
             ReduceOp::Sum | ReduceOp::Max => Some(direct_kernel::<u8, LogicalOr>(path, 1.0)),
             ReduceOp::Product | ReduceOp::Min => Some(direct_kernel::<u8, LogicalAnd>(path, 1.0)),
-            ReduceOp::Average
-            | ReduceOp::Adasum
-            | ReduceOp::RoundedAverage
-            | ReduceOp::RoundedSum => None,
+            _ => None,
         },
         // A complex sum is the sum of the parts, so the kernel of floats serves with two numbers an
         // element.
@@ -233,7 +230,7 @@ where
         (ReduceOp::Product, false) => staged_kernel::<NativeFormat<T>, Product>(path, factors),
         (ReduceOp::Min, false) => staged_kernel::<NativeFormat<T>, Min>(path, factors),
         (ReduceOp::Max, false) => staged_kernel::<NativeFormat<T>, Max>(path, factors),
-        (ReduceOp::Adasum | ReduceOp::RoundedAverage | ReduceOp::RoundedSum, _) => return None,
+        _ => return None,
     })
 }
 
@@ -272,7 +269,7 @@ fn float_kernel<F: ElementFormat>(
         ReduceOp::Product => staged_kernel::<F, Product>(path, factors),
         ReduceOp::Min => staged_kernel::<F, Min>(path, factors),
         ReduceOp::Max => staged_kernel::<F, Max>(path, factors),
-        ReduceOp::Adasum | ReduceOp::RoundedAverage | ReduceOp::RoundedSum => return None,
+        _ => return None,
     })
 }
 

@@ -4,4 +4,5 @@
 //! All integration tests of this crate, in one binary: each binary costs a link.
 
 mod allreduce;
+mod crossover;
 mod goal;

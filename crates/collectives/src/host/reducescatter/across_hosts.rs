@@ -79,7 +79,8 @@ pub(in super::super) fn is_joining_hosts_faster(
     bytes: &[Vec<usize>],
 ) -> bool {
     let all = bytes.iter().flatten().sum();
-    let chosen = crossover.choose_algorithm(peers.shape, all, peers.capacity);
+    // Both algorithms across hosts join them, so the latency does not matter.
+    let chosen = crossover.choose_algorithm(peers.shape, all, peers.capacity, None);
     matches!(chosen, AllreduceAlgorithm::Hierarchy | AllreduceAlgorithm::Halving)
         && peers.hosts.largest_host_size() > 1
         // A window must hold at least one unit of partials.
@@ -158,11 +159,11 @@ impl HostReducescatterJob {
             else {
                 continue;
             };
-            let part = &self.parts[*of];
+            let (part, copies) = (&self.parts[*of], &mut peers.copies[index]);
             any |= message.send_at_most_bytes(
                 REDUCESCATTER_PIECE_BYTES,
                 &mut *peers.links[index].sender,
-                |at, to| part.read_at(at, to),
+                |at, to| copies.copy_from_list(part, at, to),
             )?;
             if message.is_finished() {
                 self.streams[index].out.pop_front();

@@ -22,6 +22,7 @@ pub(super) mod across_hosts;
 use farandole_kernels::{BlockReducer, GatherList};
 use farandole_transport::{Link, PACKET_PAYLOAD_BYTES};
 
+use super::copy_path::RingCopier;
 use super::message::MessageProgress;
 use super::peer_links::{
     CollectiveJob, PeerLinks, PollProgress, reduce_in_member_order, whole_unit_bytes,
@@ -83,10 +84,15 @@ impl ReducescatterJob {
         }
     }
 
-    fn send_part(&mut self, index: usize, link: &mut Link) -> Result<bool> {
+    fn send_part(
+        &mut self,
+        index: usize,
+        link: &mut Link,
+        copies: &mut RingCopier,
+    ) -> Result<bool> {
         let OutgoingPeerPart { part, out } = &mut self.streams[index];
         out.send_at_most_bytes(REDUCESCATTER_PIECE_BYTES, &mut *link.sender, |at, to| {
-            part.read_at(at, to)
+            copies.copy_from_list(part, at, to)
         })
     }
 
@@ -131,7 +137,7 @@ impl CollectiveJob for ReducescatterJob {
         let mut any = false;
         for k in 0..peers.links.len() {
             let index = (peers.member + k) % peers.links.len();
-            any |= self.send_part(index, &mut peers.links[index])?;
+            any |= self.send_part(index, &mut peers.links[index], &mut peers.copies[index])?;
         }
         any |= self.reduce_own_part(peers)?;
         let sent = self.streams.iter().all(|stream| stream.out.is_finished());
