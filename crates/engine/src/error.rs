@@ -80,20 +80,6 @@ pub enum Error {
         /// The tensor.
         tensor: Arc<str>,
     },
-    /// Only allreduces of `float32` in host memory have another type on links.
-    #[error(
-        "{operation} of {tensor}: {op:?} takes float32 in host memory, in an allreduce: {dtype}"
-    )]
-    WireType {
-        /// The operation.
-        operation: &'static str,
-        /// The reduction.
-        op: ReduceOp,
-        /// The element type.
-        dtype: DataType,
-        /// The tensor.
-        tensor: Arc<str>,
-    },
     /// The operation does not support this reduction.
     #[error("{operation} of {tensor} takes Average or Sum: {op:?}")]
     Reduction {
@@ -310,7 +296,6 @@ impl Error {
             | Self::BufferSize { .. }
             | Self::Joined { .. }
             | Self::Scalar { .. }
-            | Self::WireType { .. }
             | Self::Reduction { .. }
             | Self::Factors { .. }
             | Self::Splits { .. }

@@ -44,11 +44,6 @@ pub(crate) fn check_request(
     check_buffer_size("input", &name, &input, shape_bytes(&shape, dtype))?;
     let (call, rows) = match kind {
         RequestKind::Allreduce { op, prescale, postscale } => {
-            // Communicators of devices do not cast.
-            if op.wire_type_and_op().is_some() && (dtype, site) != (DataType::F32, MemorySite::Host)
-            {
-                return Err(Error::WireType { operation, op, dtype, tensor: name });
-            }
             let call = CollectiveCall::Allreduce {
                 op,
                 prescale: prescale.to_bits(),
@@ -73,9 +68,6 @@ pub(crate) fn check_request(
         RequestKind::Reducescatter { op, prescale, postscale } => {
             if shape.is_empty() {
                 return Err(Error::Scalar { operation, tensor: name });
-            }
-            if op.wire_type_and_op().is_some() {
-                return Err(Error::WireType { operation, op, dtype, tensor: name });
             }
             if !matches!(op.with_unrounded_partials(), ReduceOp::Average | ReduceOp::Sum) {
                 return Err(Error::Reduction { operation, op, tensor: name });

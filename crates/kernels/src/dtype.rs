@@ -135,15 +135,6 @@ pub enum ReduceOp {
     RoundedAverage = 6,
     /// `Sum` with the same rounding between hosts.
     RoundedSum = 7,
-    /// `RoundedAverage` of `float32` tensors that are `bfloat16` on links: the bits are those of a
-    /// cast to `bfloat16`, a `RoundedAverage` and a cast back.
-    Bf16WireAverage = 8,
-    /// `RoundedSum` with the same casts.
-    Bf16WireSum = 9,
-    /// `Bf16WireAverage` with `float16` instead of `bfloat16`.
-    F16WireAverage = 10,
-    /// `Bf16WireSum` with `float16` instead of `bfloat16`.
-    F16WireSum = 11,
 }
 
 impl ReduceOp {
@@ -151,21 +142,9 @@ impl ReduceOp {
     #[must_use]
     pub const fn with_unrounded_partials(self) -> Self {
         match self {
-            Self::RoundedAverage | Self::Bf16WireAverage | Self::F16WireAverage => Self::Average,
-            Self::RoundedSum | Self::Bf16WireSum | Self::F16WireSum => Self::Sum,
+            Self::RoundedAverage => Self::Average,
+            Self::RoundedSum => Self::Sum,
             exact => exact,
-        }
-    }
-
-    /// Returns the type of `float32` elements on links, and the operation on this type. `None` if
-    /// elements are not cast.
-    pub const fn wire_type_and_op(self) -> Option<(DataType, Self)> {
-        match self {
-            Self::Bf16WireAverage => Some((DataType::Bf16, Self::RoundedAverage)),
-            Self::Bf16WireSum => Some((DataType::Bf16, Self::RoundedSum)),
-            Self::F16WireAverage => Some((DataType::F16, Self::RoundedAverage)),
-            Self::F16WireSum => Some((DataType::F16, Self::RoundedSum)),
-            _ => None,
         }
     }
 
@@ -176,7 +155,7 @@ impl ReduceOp {
 
     /// Returns the operation with this wire number.
     pub fn from_wire(number: u8) -> Option<Self> {
-        const ALL: [ReduceOp; 12] = [
+        const ALL: [ReduceOp; 8] = [
             ReduceOp::Average,
             ReduceOp::Sum,
             ReduceOp::Adasum,
@@ -185,10 +164,6 @@ impl ReduceOp {
             ReduceOp::Product,
             ReduceOp::RoundedAverage,
             ReduceOp::RoundedSum,
-            ReduceOp::Bf16WireAverage,
-            ReduceOp::Bf16WireSum,
-            ReduceOp::F16WireAverage,
-            ReduceOp::F16WireSum,
         ];
         ALL.get(usize::from(number)).copied()
     }
@@ -206,7 +181,6 @@ mod tests {
         assert_eq!(DataType::from_wire(17), None);
         assert_eq!(ReduceOp::from_wire(5), Some(ReduceOp::Product));
         assert_eq!(ReduceOp::from_wire(7), Some(ReduceOp::RoundedSum));
-        assert_eq!(ReduceOp::from_wire(11), Some(ReduceOp::F16WireSum));
-        assert_eq!(ReduceOp::from_wire(12), None);
+        assert_eq!(ReduceOp::from_wire(8), None);
     }
 }

@@ -48,10 +48,6 @@ pub fn allreduce(call: Allreduce, inputs: &[Vec<u8>]) -> Vec<u8> {
 /// Like [`allreduce`], where the ranks live on hosts of these many.
 pub fn allreduce_on(hosts: &[usize], call: Allreduce, inputs: &[Vec<u8>]) -> Vec<u8> {
     let Allreduce { dtype, .. } = call;
-    if let Some((wire, op)) = call.op.wire_type_and_op() {
-        let narrow: Vec<Vec<u8>> = inputs.iter().map(|input| cast_down(wire, input)).collect();
-        return cast_up(wire, &allreduce_on(hosts, Allreduce { dtype: wire, op, ..call }, &narrow));
-    }
     // Complex numbers act by parts.
     let size = match dtype {
         DataType::C64 => 4,
@@ -240,24 +236,6 @@ fn reduce_element(call: Allreduce, hosts: &[usize], element: &[&[u8]]) -> Vec<u8
             vec![u8::from(if or { any } else { all })]
         }
     }
-}
-
-/// Casts `float32` to a 16-bit float.
-fn cast_down(wire: DataType, floats: &[u8]) -> Vec<u8> {
-    let cast = |value: f32| match wire {
-        DataType::F16 => f16::from_f32(value).to_ne_bytes(),
-        _ => bf16::from_f32(value).to_ne_bytes(),
-    };
-    floats.chunks_exact(4).flat_map(|bytes| cast(f32::from_ne_bytes(array(bytes)))).collect()
-}
-
-/// Casts a 16-bit float to `float32`.
-fn cast_up(wire: DataType, halves: &[u8]) -> Vec<u8> {
-    let cast = |bytes: &[u8]| match wire {
-        DataType::F16 => f16::from_ne_bytes(array(bytes)).to_f32(),
-        _ => bf16::from_ne_bytes(array(bytes)).to_f32(),
-    };
-    halves.chunks_exact(2).flat_map(|bytes| cast(bytes).to_ne_bytes()).collect()
 }
 
 /// The bytes of one element.

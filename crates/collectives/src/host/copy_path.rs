@@ -76,9 +76,6 @@ impl RingCopier {
 
     /// Copies `into.len()` bytes of a list, starting at position `at`.
     pub(super) fn copy_from_list(&mut self, from: &GatherList, at: usize, into: &mut [u8]) {
-        if from.casts() {
-            return from.read_at(at, into);
-        }
         from.visit_range(at, into.len(), |offset, bytes| {
             self.copy_bytes(bytes, &mut into[offset..offset + bytes.len()]);
         });

@@ -59,7 +59,7 @@ impl MessageProgress {
         self.send_at_most_bytes(usize::MAX, sender, fill)
     }
 
-    /// Like [`MessageProgress::send_window`], but sends at most `most` bytes, in whole units.
+    /// Like [`MessageProgress::send_window`], but sends at most `most` bytes.
     pub(super) fn send_at_most_bytes(
         &mut self,
         most: usize,
@@ -71,9 +71,7 @@ impl MessageProgress {
         }
         let carries_no_payload = sender.carries_no_payload();
         let window = sender.window()?;
-        // Only whole units, so that no element is cut: the rest of a unit gets room later.
-        let wire = window.len().min(most) / MESSAGE_ALIGNMENT * MESSAGE_ALIGNMENT;
-        let wire = wire.min(self.remaining_bytes());
+        let wire = window.len().min(self.remaining_bytes()).min(most);
         if wire == 0 {
             return Ok(false);
         }
@@ -89,7 +87,7 @@ impl MessageProgress {
     }
 
     /// Receives the bytes that the window holds; `drain` receives the position in the message and
-    /// the bytes, which are whole units. Returns true when any byte arrived.
+    /// the bytes. Returns true when any byte arrived.
     pub(super) fn receive_window(
         &mut self,
         receiver: &mut dyn LinkReceiver,
@@ -100,13 +98,8 @@ impl MessageProgress {
         }
         let carries_no_payload = receiver.carries_no_payload();
         let window = receiver.window()?;
-        // The rest of a unit is still on its way, unless the link ended inside the unit.
-        let (seen, wire) = (window.len(), window.len() / MESSAGE_ALIGNMENT * MESSAGE_ALIGNMENT);
-        let wire = wire.min(self.remaining_bytes());
+        let wire = window.len().min(self.remaining_bytes());
         if wire == 0 {
-            if seen > 0 {
-                receiver.check_not_ended(seen)?;
-            }
             return Ok(false);
         }
         if !carries_no_payload {
@@ -115,61 +108,5 @@ impl MessageProgress {
         receiver.release(wire)?;
         self.advance_by(wire);
         Ok(true)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use farandole_transport::Result as TransportResult;
-
-    use super::*;
-
-    /// Half of a link with a window of a fixed length.
-    struct FixedWindow(Vec<u8>);
-
-    impl LinkReceiver for FixedWindow {
-        fn window(&mut self) -> TransportResult<&[u8]> {
-            Ok(&self.0)
-        }
-
-        fn check_not_ended(&mut self, _seen_bytes: usize) -> TransportResult<()> {
-            Ok(())
-        }
-
-        fn release(&mut self, bytes: usize) -> TransportResult<()> {
-            self.0.drain(..bytes);
-            Ok(())
-        }
-    }
-
-    impl LinkSender for FixedWindow {
-        fn window(&mut self) -> TransportResult<&mut [u8]> {
-            Ok(&mut self.0)
-        }
-
-        fn commit(&mut self, bytes: usize) -> TransportResult<()> {
-            self.0.drain(..bytes);
-            Ok(())
-        }
-
-        fn flush(&mut self) -> TransportResult<bool> {
-            Ok(true)
-        }
-    }
-
-    #[test]
-    fn a_window_that_ends_inside_a_unit_is_used_up_to_the_unit() {
-        let unit = MESSAGE_ALIGNMENT;
-        for (window, moved) in [(unit - 1, 0), (unit, unit), (3 * unit - 1, 2 * unit)] {
-            let (mut out, mut incoming) = (MessageProgress::new(1000), MessageProgress::new(1000));
-            let (mut sender, mut receiver) =
-                (FixedWindow(vec![0; window]), FixedWindow(vec![0; window]));
-            let sent = out.send_window(&mut sender, |_, to| assert_eq!(to.len(), moved)).unwrap();
-            let received = incoming
-                .receive_window(&mut receiver, |_, from| assert_eq!(from.len(), moved))
-                .unwrap();
-            assert_eq!((sent, received), (moved > 0, moved > 0));
-            assert_eq!((out.moved_bytes(), incoming.moved_bytes()), (moved, moved));
-        }
     }
 }

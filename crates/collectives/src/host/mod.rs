@@ -255,13 +255,7 @@ impl Communicator for HostCommunicator {
                 operand_checks::check_allreduce(dtype, &segments)?;
                 let tensors: Vec<usize> =
                     segments.iter().map(|segment| segment.input.len()).collect();
-                let (dtype, op, (inputs, outputs)) = match op.wire_type_and_op() {
-                    None => (dtype, op, gather_lists(segments)),
-                    Some((wire, wire_op)) if dtype == DataType::F32 => {
-                        (wire, wire_op, casting_gather_lists(segments, wire)?)
-                    }
-                    Some(_) => return Err(Error::Unsupported { op, dtype }),
-                };
+                let (inputs, outputs) = gather_lists(segments);
                 let is_adasum = op == ReduceOp::Adasum;
                 let reducer = if is_adasum {
                     operand_checks::check_adasum(dtype)?;
@@ -369,16 +363,6 @@ impl Communicator for HostCommunicator {
             // The greeting is no operation of the caller.
             + usize::from(self.running.as_ref().is_some_and(|running| running.token.is_some()))
     }
-}
-
-/// Returns lists of `float32` inputs and outputs with the bytes of the type `wire`.
-fn casting_gather_lists(
-    segments: Vec<TensorSegment>,
-    wire: DataType,
-) -> Result<(GatherList, GatherList)> {
-    let inputs = GatherList::casting(segments.iter().map(|segment| segment.input.clone()), wire)?;
-    let outputs = GatherList::casting(segments.into_iter().map(|segment| segment.output), wire)?;
-    Ok((inputs, outputs))
 }
 
 fn gather_lists(segments: Vec<TensorSegment>) -> (GatherList, GatherList) {

@@ -27,8 +27,8 @@ impl CollectiveJob for SingleMemberAllreduceJob {
     fn poll(&mut self, peers: &mut PeerLinks) -> Result<PollProgress> {
         let reduction = self.reducer.reduction_spec();
         let plain = reduction.prescale == 1.0 && reduction.postscale == 1.0;
-        // Booleans are never copied: the result has 0 and 1 only. Casts round, also in place.
-        if plain && reduction.dtype != DataType::Bool && !self.inputs.casts() {
+        // Booleans are never copied: the result has 0 and 1 only.
+        if plain && reduction.dtype != DataType::Bool {
             self.inputs.copy_into(&self.outputs);
         } else {
             let bytes = self.inputs.len();

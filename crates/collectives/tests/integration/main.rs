@@ -14,4 +14,3 @@ mod many_hosts;
 mod on_demand;
 mod operations;
 mod traffic;
-mod wire_types;

@@ -8,7 +8,6 @@ mod allocation;
 mod gather_list;
 mod nontemporal_copy;
 mod shareable_memory;
-mod wire_cast;
 
 use std::alloc::{Layout, alloc_zeroed, handle_alloc_error};
 use std::ptr::NonNull;

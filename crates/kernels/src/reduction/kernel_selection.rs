@@ -174,7 +174,10 @@ pub(super) fn choose_kernel(
         DataType::Bool => match reduction.op {
             ReduceOp::Sum | ReduceOp::Max => Some(direct_kernel::<u8, LogicalOr>(path, 1.0)),
             ReduceOp::Product | ReduceOp::Min => Some(direct_kernel::<u8, LogicalAnd>(path, 1.0)),
-            _ => None,
+            ReduceOp::Average
+            | ReduceOp::Adasum
+            | ReduceOp::RoundedAverage
+            | ReduceOp::RoundedSum => None,
         },
         // A complex sum is the sum of the parts, so the kernel of floats serves with two numbers an
         // element.
@@ -230,7 +233,7 @@ where
         (ReduceOp::Product, false) => staged_kernel::<NativeFormat<T>, Product>(path, factors),
         (ReduceOp::Min, false) => staged_kernel::<NativeFormat<T>, Min>(path, factors),
         (ReduceOp::Max, false) => staged_kernel::<NativeFormat<T>, Max>(path, factors),
-        _ => return None,
+        (ReduceOp::Adasum | ReduceOp::RoundedAverage | ReduceOp::RoundedSum, _) => return None,
     })
 }
 
@@ -269,7 +272,7 @@ fn float_kernel<F: ElementFormat>(
         ReduceOp::Product => staged_kernel::<F, Product>(path, factors),
         ReduceOp::Min => staged_kernel::<F, Min>(path, factors),
         ReduceOp::Max => staged_kernel::<F, Max>(path, factors),
-        _ => return None,
+        ReduceOp::Adasum | ReduceOp::RoundedAverage | ReduceOp::RoundedSum => return None,
     })
 }
 

@@ -57,11 +57,7 @@ const IN_PLACE_BYTES_PER_POLL: usize = 256 << 10;
 /// values that are equal on all members.
 pub(super) fn is_in_place_candidate(peers: &PeerLinks, outputs: &GatherList) -> bool {
     let tensors = outputs.buffers().iter().filter(|buffer| !buffer.is_empty()).count();
-    peers.shape.hosts == 1
-        && outputs.len() >= MIN_IN_PLACE_BYTES
-        && tensors <= MAX_IN_PLACE_TENSORS
-        // Members would read the bytes in memory, which are not those on links.
-        && !outputs.casts()
+    peers.shape.hosts == 1 && outputs.len() >= MIN_IN_PLACE_BYTES && tensors <= MAX_IN_PLACE_TENSORS
 }
 
 pub(super) struct InPlaceAllreduceJob {
