@@ -6,7 +6,12 @@
 //!
 //! `cargo bench -p farandole-engine`; with `-- --busy 4`, beside four threads that only compute.
 
-#![expect(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "a bench")]
+#![expect(
+    clippy::unwrap_used,
+    clippy::cast_possible_truncation,
+    clippy::disallowed_methods,
+    reason = "a bench, which the environment configures"
+)]
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
