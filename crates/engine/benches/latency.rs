@@ -4,12 +4,18 @@
 //! Synchronous and asynchronous sums through the whole engine, ranks being threads over shared
 //! memory.
 //!
-//! `cargo bench -p farandole-engine`
+//! `cargo bench -p farandole-engine`; with `-- --busy 4`, beside four threads that only compute.
 
-#![expect(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "a bench")]
+#![expect(
+    clippy::unwrap_used,
+    clippy::cast_possible_truncation,
+    clippy::disallowed_methods,
+    reason = "a bench, which the environment configures"
+)]
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use farandole_collectives::HostCommunicator;
@@ -25,6 +31,8 @@ use farandole_world::{
 };
 
 const LIMIT: Duration = Duration::from_secs(30);
+/// Operations where threads wait for cores: each may take many milliseconds.
+const BUSY_ROUNDS: usize = 300;
 
 struct Host {
     mesh: Mesh,
@@ -65,7 +73,7 @@ fn engine(world: World, meeting: &MemoryRendezvous) -> Engine {
     let data = mesh.open_links(1, &members, 1 << 20).unwrap();
     let communicator = Box::new(HostCommunicator::new(rank, data).unwrap());
     let parker = mesh.parker().clone();
-    let config = Config::read(|_| None, &BTreeMap::new()).unwrap();
+    let config = Config::read(|name| std::env::var(name).ok(), &BTreeMap::new()).unwrap();
     Engine::start(EngineOptions {
         settings: EngineSettings::from(&config),
         host: Arc::new(Host { unparker: parker.unparker(), parker, mesh }),
@@ -126,15 +134,58 @@ fn report(what: &str, rounds: usize, (mut times, statistics): (Vec<Duration>, En
     let at = |part: usize| times[(times.len() - 1) * part / 100].as_secs_f64() * 1e6;
     let frames = (statistics.frames_sent + statistics.frames_received) as f64
         / (rounds + rounds / 10) as f64;
+    let mean = times.iter().sum::<Duration>().as_secs_f64() / times.len() as f64 * 1e6;
     println!(
-        "{what:<34} min {:>9.2} p50 {:>9.2} p99 {:>9.2} us; {frames:.1} control messages at rank 0",
+        "{what:<36} min {:>9.2} mean {mean:>9.2} p50 {:>9.2} p99 {:>9.2} us; {frames:.1} control \
+         messages at rank 0",
         at(0),
         at(50),
         at(99)
     );
 }
 
+/// Computes in `count` threads as long as `work` runs.
+fn beside_busy_threads(count: usize, work: impl FnOnce()) {
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for _ in 0..count {
+            scope.spawn(|| {
+                while !is_over.load(Ordering::Relaxed) {
+                    std::hint::spin_loop();
+                }
+            });
+        }
+        work();
+        is_over.store(true, Ordering::Relaxed);
+    });
+}
+
+/// Measures small operations of ranks that wait for cores.
+fn measure_on_busy_cores(busy: usize) {
+    for ranks in [2, 4] {
+        let step = |engine: &Engine| {
+            let memory = HostMemory::new(4);
+            let handle = engine.submit_before_wait(sum("gradient", &memory)).unwrap();
+            engine.wait(handle, LIMIT).unwrap().unwrap();
+        };
+        let what = format!("{ranks} ranks, {busy} busy threads, 4 B");
+        beside_busy_threads(busy, || report(&what, BUSY_ROUNDS, measure(ranks, BUSY_ROUNDS, step)));
+        // The caller waits only after the submission, as in `send` of torch.
+        let step = |engine: &Engine| {
+            let memory = HostMemory::new(4);
+            let handle = engine.submit(sum("gradient", &memory)).unwrap();
+            engine.wait(handle, LIMIT).unwrap().unwrap();
+        };
+        let what = format!("{ranks} ranks, {busy} busy threads, 4 B, submit");
+        beside_busy_threads(busy, || report(&what, BUSY_ROUNDS, measure(ranks, BUSY_ROUNDS, step)));
+    }
+}
+
 fn main() {
+    let mut arguments = std::env::args().skip_while(|argument| argument != "--busy").skip(1);
+    if let Some(busy) = arguments.next() {
+        return measure_on_busy_cores(busy.parse().unwrap());
+    }
     for (ranks, bytes, rounds) in [
         (2, 4, 20_000),
         (2, 1 << 10, 20_000),
