@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Which tensors share an operation, and which come first.
+//! Fusion and order: tensors that share an operation, and tensors that come first.
 
 use std::cmp::Reverse;
 use std::collections::VecDeque;
