@@ -6,12 +6,7 @@
 //!
 //! `cargo bench -p farandole-engine`; with `-- --busy 4`, beside four threads that only compute.
 
-#![expect(
-    clippy::unwrap_used,
-    clippy::cast_possible_truncation,
-    clippy::disallowed_methods,
-    reason = "a bench, which the environment configures"
-)]
+#![expect(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "a bench")]
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

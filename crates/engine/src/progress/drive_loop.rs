@@ -28,13 +28,12 @@ const SUSPECT_POLL_INTERVAL: Duration = Duration::from_millis(5);
 impl EngineShared {
     pub(super) fn drive_until_goal(&self, driver: &mut DriverState, until: DriveGoal) {
         let mut spin = match until {
+            DriveGoal::Done(..) => driver.spin_budget.spin_limit(),
             // The framework computes meanwhile: leave the core to it.
-            DriveGoal::Idle => driver.spin_budget.spin_limit().min(self.settings.spin / 32),
-            DriveGoal::Done(..) | DriveGoal::AnyEvent => Duration::ZERO,
+            DriveGoal::Idle => self.settings.spin / 32,
+            DriveGoal::AnyEvent => Duration::ZERO,
         };
         let mut still_since: Option<Instant> = None;
-        // Time of the last turn, if it spun.
-        let mut spun_at: Option<Instant> = None;
         // Whether the driver has slept since nothing moved. It then only polls a device and does
         // not spin again.
         let mut slept = false;
@@ -42,13 +41,6 @@ impl EngineShared {
         let mut posted = driver.results_posted.wrapping_sub(1);
         loop {
             let now = Instant::now();
-            let has_lost_core = spun_at
-                .take()
-                .is_some_and(|before| SpinBudget::is_core_lost(now.duration_since(before)));
-            if has_lost_core {
-                driver.spin_budget.record_lost_core();
-                spin = Duration::ZERO;
-            }
             let moved = self.drive_step(driver, now);
             let over = match until {
                 DriveGoal::Done(handle, deadline) => {
@@ -71,30 +63,23 @@ impl EngineShared {
             if moved {
                 if let Some(since) = still_since.take()
                     && !slept
-                    && !spin.is_zero()
                     && matches!(until, DriveGoal::Done(..))
                 {
                     // Capped, because a longer time means that the thread had no core.
                     driver.spin_budget.record_success(now.duration_since(since).min(spin));
+                    spin = driver.spin_budget.spin_limit();
                 }
                 slept = false;
                 continue;
             }
-            if still_since.is_none() && matches!(until, DriveGoal::Done(..)) {
-                spin = driver.spin_budget.spin_limit();
-            }
             let spun = now.duration_since(*still_since.get_or_insert(now));
             if !slept && spun < spin {
-                if driver.spin_budget.may_yield(self.oversubscribed) {
-                    self.spin_or_yield(spun);
-                } else {
-                    std::hint::spin_loop();
-                }
-                spun_at = Some(now);
+                self.spin_or_yield(spun);
                 continue;
             }
-            if !slept && !spin.is_zero() && matches!(until, DriveGoal::Done(..)) {
+            if !slept && matches!(until, DriveGoal::Done(..)) {
                 driver.spin_budget.record_timeout();
+                spin = driver.spin_budget.spin_limit();
             }
             let glances = driver.sets.iter().any(ProcessSet::waits_for_device);
             let beat = now
