@@ -11,8 +11,8 @@ use farandole_kernels::{DataType, ReduceOp};
 
 use crate::{CollectiveCall, MemorySite, RequestSignature};
 
-/// Bytes of tensors in a list whose tensors have priorities. Tensors that become ready during a list
-/// cannot overtake it, and many small lists cost more than a few large ones.
+/// Bytes of tensors in a list whose tensors have priorities. Tensors that become ready during a
+/// list cannot overtake it, and many small lists cost more than a few large ones.
 pub const PRIORITIZED_LIST_BYTES: u64 = 32 << 20;
 
 /// A tensor that all ranks have announced.
