@@ -26,8 +26,8 @@ pub struct PrioritizedTensor {
     pub group: u64,
 }
 
-/// Chooses the tensors of the next list, if some have a priority: the highest first, those of one
-/// priority in order of readiness, up to [`PRIORITIZED_LIST_BYTES`] or one larger tensor. A group
+/// Chooses the tensors of the next list, if some have a priority: the highest first, equal
+/// priorities in order of readiness, up to [`PRIORITIZED_LIST_BYTES`] or one larger tensor. A group
 /// counts as one tensor, of the highest priority of its members.
 ///
 /// `tensors` are in order of readiness. Returns indices; all of them, in order, if no tensor has a
@@ -116,7 +116,7 @@ pub fn plan_fused_operations(
     let mut numbers = Vec::with_capacity(tensors.len());
     for (signature, bytes) in tensors {
         let kind = kinds.iter_mut().find(|(example, _)| can_fuse(example, signature, across));
-        // A tensor above the threshold finds no room and gets an operation of its own.
+        // A tensor above the threshold finds no room and gets a new operation.
         let room = kind.map(|(_, open)| {
             (open.iter_mut().position(|(_, sum)| sum.saturating_add(*bytes) <= threshold), open)
         });

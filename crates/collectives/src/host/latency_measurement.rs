@@ -10,7 +10,7 @@
 //! measurement with the same operation, because they have agreed, or not, in the same operations.
 //!
 //! Where links open at their first use, the latency counts as zero: the algorithms for short
-//! latencies need few links. A member tells this by an infinite time, so that all do the same.
+//! latencies need few links. Such a member sends an infinite time, so that all do the same.
 
 use std::time::{Duration, Instant};
 
@@ -23,7 +23,7 @@ use super::peer_links::{CollectiveJob, PeerLinks, PollProgress};
 use super::start_chosen_allreduce;
 use crate::{CrossoverTable, Result};
 
-/// Rounds of which the shortest counts, after one that may open links.
+/// Measured rounds, after one that may open links. The shortest counts.
 const MEASURED_ROUNDS: u32 = 5;
 
 /// Allreduce that begins with the measurement.
@@ -35,7 +35,7 @@ pub(super) struct MeasuringAllreduceJob {
 }
 
 enum MeasurementStage {
-    /// Rounds that are measured, with the number of those that are over.
+    /// Rounds that are measured, with the number of finished rounds.
     Round {
         job: DoublingAllreduceJob,
         over: u32,

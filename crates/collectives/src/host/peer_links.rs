@@ -61,7 +61,7 @@ impl ReductionRecorder {
     }
 
     /// Called before a reduction that reads and writes this number of bytes. Returns true in a
-    /// simulation: the reduction is recorded, and nobody needs its result.
+    /// simulation: the reduction is recorded, and its result is not needed.
     pub(super) fn record_if_simulating(&mut self, bytes: usize) -> bool {
         self.0.as_mut().map(|record| record(bytes)).is_some()
     }
