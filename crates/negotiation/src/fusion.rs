@@ -87,7 +87,7 @@ pub fn plan_fused_allreduces(bytes: &[u64], threshold: u64) -> Vec<Vec<usize>> {
 /// fused only with tensors of the same group.
 fn can_fuse(one: &RequestSignature, two: &RequestSignature, across: bool) -> bool {
     !one.call.moves_no_data()
-        // Each alltoall exchanges the row counts of its own tensor.
+        // Each alltoall exchanges the row counts of its tensor.
         && !matches!(one.call, CollectiveCall::Alltoall { .. })
         && one.call == two.call
         && one.dtype == two.dtype

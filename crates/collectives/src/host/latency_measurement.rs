@@ -20,17 +20,18 @@ use farandole_kernels::{
 
 use super::doubling_allreduce::DoublingAllreduceJob;
 use super::peer_links::{CollectiveJob, PeerLinks, PollProgress};
-use super::start_chosen_allreduce;
-use crate::{CrossoverTable, Result};
+use crate::Result;
 
 /// Measured rounds, after one that may open links. The shortest counts.
 const MEASURED_ROUNDS: u32 = 5;
 
+/// Starts an allreduce by the algorithm that the measured latency decides.
+type StartAllreduce = Box<dyn FnOnce(&mut PeerLinks) -> Result<Box<dyn CollectiveJob>> + Send>;
+
 /// Allreduce that begins with the measurement.
 pub(super) struct MeasuringAllreduceJob {
-    crossover: CrossoverTable,
-    /// Reducer, inputs and outputs, until the allreduce takes them.
-    task: Option<(BlockReducer, GatherList, GatherList)>,
+    /// Starts the allreduce when the latency is known.
+    start: Option<StartAllreduce>,
     stage: MeasurementStage,
 }
 
@@ -68,10 +69,7 @@ fn start_round(peers: &PeerLinks, number: &HostMemory) -> Result<DoublingAllredu
 impl MeasuringAllreduceJob {
     pub(super) fn new(
         peers: &PeerLinks,
-        crossover: CrossoverTable,
-        reducer: BlockReducer,
-        inputs: GatherList,
-        outputs: GatherList,
+        start: impl FnOnce(&mut PeerLinks) -> Result<Box<dyn CollectiveJob>> + Send + 'static,
     ) -> Result<Self> {
         let stage = MeasurementStage::Round {
             job: start_round(peers, &HostMemory::new(size_of::<f64>()))?,
@@ -79,7 +77,7 @@ impl MeasuringAllreduceJob {
             began: Instant::now(),
             shortest: Duration::MAX,
         };
-        Ok(Self { crossover, task: Some((reducer, inputs, outputs)), stage })
+        Ok(Self { start: Some(Box::new(start)), stage })
     }
 
     /// Begins the next stage after one that is over.
@@ -107,8 +105,8 @@ impl MeasuringAllreduceJob {
                 let step = f64::from_ne_bytes(longest) / f64::from(steps);
                 // Infinity is no duration.
                 peers.latency = Some(Duration::try_from_secs_f64(step).unwrap_or_default());
-                let Some((reducer, inputs, outputs)) = self.task.take() else { return Ok(()) };
-                let job = start_chosen_allreduce(peers, &self.crossover, reducer, inputs, outputs)?;
+                let Some(start) = self.start.take() else { return Ok(()) };
+                let job = start(peers)?;
                 let links = job.used_links(peers);
                 peers.request_links(&links);
                 self.stage = MeasurementStage::Allreduce(job);
@@ -155,7 +153,9 @@ mod tests {
     use farandole_transport::{Link, loopback};
     use farandole_world::Rank;
 
+    use super::super::start_chosen_allreduce;
     use super::*;
+    use crate::CrossoverTable;
 
     /// Two ranks on each of 9 hosts, one of which is paired.
     const HOSTS: usize = 9;

@@ -192,7 +192,10 @@ fn start_chosen_allreduce(
     let (shape, bytes, capacity) = (peers.shape, inputs.len(), peers.capacity);
     if peers.latency.is_none() && crossover.depends_on_latency(shape, bytes, capacity) {
         let crossover = crossover.clone();
-        return boxed(MeasuringAllreduceJob::new(peers, crossover, reducer, inputs, outputs)?);
+        let start = move |peers: &mut PeerLinks| {
+            start_chosen_allreduce(peers, &crossover, reducer, inputs, outputs)
+        };
+        return boxed(MeasuringAllreduceJob::new(peers, start)?);
     }
     let algorithm = crossover.choose_algorithm(shape, bytes, capacity, peers.latency);
     if algorithm == AllreduceAlgorithm::Pipeline
