@@ -285,7 +285,7 @@ class FaultTolerance:
         return bool(self._host_changes)
 
     def reduce_in_as_many_worlds(
-        self, reduce: Callable[[], None], rewind: Callable[[], None]
+        self, reduce: Callable[[], object], rewind: Callable[[], None]
     ) -> bool:
         """Reduces the gradients of a step, in as many worlds as needed.
 
