@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use farandole_collectives::HostCommunicator;
-use farandole_config::Config;
+use farandole_config::{Config, environment_variable};
 use farandole_engine::{
     CollectiveRequest, DriverParkingAndLiveness, Engine, EngineOptions, EngineSettings,
     EngineStatistics, ProcessSetOptions, RequestKind, SilentObserver, control_peers,
@@ -68,7 +68,7 @@ fn engine(world: World, meeting: &MemoryRendezvous) -> Engine {
     let data = mesh.open_links(1, &members, 1 << 20).unwrap();
     let communicator = Box::new(HostCommunicator::new(rank, data).unwrap());
     let parker = mesh.parker().clone();
-    let config = Config::read(|name| std::env::var(name).ok(), &BTreeMap::new()).unwrap();
+    let config = Config::read(environment_variable, &BTreeMap::new()).unwrap();
     Engine::start(EngineOptions {
         settings: EngineSettings::from(&config),
         host: Arc::new(Host { unparker: parker.unparker(), parker, mesh }),
