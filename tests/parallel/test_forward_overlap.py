@@ -182,17 +182,22 @@ class NormalizedByAll(torch.optim.SGD):
 def refuses():
     messages = []
     model = torch.nn.Linear(4, 4)
-    mixing = hvd.DistributedOptimizer(NormalizedByAll(model.parameters(), lr=0.0))
-    try:
-        mixing.overlap_forward(model)
-    except ValueError as error:
-        messages.append(str(error))
+    for wrapped in (
+        NormalizedByAll(model.parameters(), lr=0.0),
+        torch.optim.SparseAdam(model.parameters()),
+    ):
+        try:
+            hvd.DistributedOptimizer(wrapped).overlap_forward(model)
+        except ValueError as error:
+            messages.append(str(error))
     return messages
 
 
-def test_an_optimizer_that_mixes_parameters_is_refused(pair):
-    for (message,) in pair.run(refuses):
-        assert "depends on that parameter and its gradient alone" in message
+def test_an_optimizer_that_mixes_parameters_or_takes_no_dense_gradients_is_refused(pair):
+    for messages in pair.run(refuses):
+        assert len(messages) == 2
+        for message in messages:
+            assert "depends on that parameter and its gradient alone" in message
 
 
 def steps_with_hooks():

@@ -187,12 +187,17 @@ def require_separable_optimizer(make_optimizer: Callable[[list[Any]], Any]) -> N
                 optimizer.step()
         return [parameter.detach() for parameter in parameters]
 
-    whole_steps, single_steps = train([[0, 1]]), train([[0], [1]])
-    if not all(map(torch.equal, whole_steps, single_steps)):
+    cause: Exception | None = None
+    try:
+        whole_steps, single_steps = train([[0, 1]]), train([[0], [1]])
+        is_separable = all(map(torch.equal, whole_steps, single_steps))
+    except (RuntimeError, ValueError, TypeError) as error:  # it takes no dense gradients, say
+        cause, is_separable = error, False
+    if not is_separable:
         raise ValueError(
             "overlap_forward needs an optimizer whose step on each parameter depends on that "
             "parameter and its gradient alone, such as SGD or AdamW"
-        )
+        ) from cause
 
 
 def _copy_option(value: Any) -> Any:
