@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from farandole.common import basics, scratch_directories
 from farandole.common.elastic import leave, run_fn
-from farandole.torch._ddp_errors import restore_error_types
+from farandole.torch.ddp_errors import restore_error_types
 from farandole.torch.elastic.sampler import ElasticSampler
 from farandole.torch.elastic.state import TorchState
 from farandole.torch.elastic.state_copies import copy_state

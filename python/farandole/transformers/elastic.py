@@ -35,7 +35,7 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from farandole.common import basics
 from farandole.common.elastic import ObjectState, leave, run_fn
 from farandole.stores.durable_writes import is_present_file
-from farandole.torch._ddp_errors import restore_error_types
+from farandole.torch.ddp_errors import restore_error_types
 from farandole.torch.functions import broadcast_object
 from farandole.transformers import RANK_VARIABLES
 

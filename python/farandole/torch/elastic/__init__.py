@@ -26,7 +26,7 @@ from farandole.common.elastic import (
     leave_and_join,
     run_fn,
 )
-from farandole.torch._ddp_errors import restore_error_types
+from farandole.torch.ddp_errors import restore_error_types
 from farandole.torch.elastic.sampler import ElasticSampler
 from farandole.torch.elastic.state import TorchState
 
