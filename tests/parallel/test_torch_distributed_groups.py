@@ -109,6 +109,34 @@ def test_works_tell_their_states(pair):
     pair.run(works_tell_their_states)
 
 
+def messages_wake_no_thread_if_the_caller_waits():
+    rank, _ = begin()
+    from farandole._native import engine
+    from farandole.torch.distributed import _point_to_point
+
+    waited = []
+
+    class RecordingEngine:
+        def broadcast(self, *arguments):
+            waited.append(arguments[-1])
+            return engine.broadcast(*arguments)
+
+    _point_to_point.engine = RecordingEngine()
+    message = torch.ones(1)
+    first, then = (dist.send, dist.recv) if rank == 0 else (dist.recv, dist.send)
+    first(message, 1 - rank)
+    then(message, 1 - rank)
+    works = [dist.isend(torch.ones(1), 1 - rank), dist.irecv(message, 1 - rank)]
+    assert all(work.wait() for work in works)
+    assert waited == [True, True, False, False]
+    _point_to_point.engine = engine
+    dist.destroy_process_group()
+
+
+def test_messages_wake_no_thread_if_the_caller_waits(pair):
+    pair.run(messages_wake_no_thread_if_the_caller_waits)
+
+
 def a_future_of_a_late_operation_fails():
     rank, _ = begin()
     group = dist.new_group(timeout=timedelta(seconds=1))

@@ -112,6 +112,11 @@ class MemberSetOpening:
         else:
             threading.Thread(target=self._link_members, name="farandole-group", daemon=True).start()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the number of the process set is known."""
+        return self._number is not None
+
     def wait_for_number(self) -> int:
         """Waits for the members; returns the number of the process set.
 

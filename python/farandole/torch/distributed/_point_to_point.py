@@ -14,8 +14,10 @@ within a moment looks for such requests and claims one: the receiver then receiv
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import logging
+import sys
 import threading
 import time
 from collections import defaultdict, deque
@@ -23,9 +25,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch.distributed import distributed_c10d
 
 from farandole._native import engine
-from farandole.torch.distributed._completion import BackgroundCompleter
 from farandole.torch.distributed._groups import start_opening_member_set
 from farandole.torch.distributed._tensors import copy_into, to_host
 from farandole.torch.distributed._work import (
@@ -35,9 +37,10 @@ from farandole.torch.distributed._work import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from datetime import timedelta
 
-    from farandole.torch.distributed._groups import WorldStore
+    from farandole.torch.distributed._groups import MemberSetOpening, WorldStore
 
 _UINT8: Final = 0
 """The engine's number of bytes."""
@@ -47,6 +50,24 @@ _SEND_GRACE_PERIOD: Final = 0.005
 _LONGEST_LOOK_PAUSE: Final = 0.05
 _QUIET_PERIOD: Final = 1.0
 """Seconds without sends after which the thread of late sends sleeps."""
+_WAITING_CALLS: Final = {
+    inspect.unwrap(function).__code__ for function in (distributed_c10d.send, distributed_c10d.recv)
+}
+"""Functions of torch that start a message, and wait for it next."""
+_MAX_CALLER_FRAMES: Final = 8
+"""Frames between `_is_waited_at_once` and such a function, at most."""
+
+
+def _is_waited_at_once() -> bool:
+    """Returns whether `send` or `recv` of torch, which pass no option for it, made this call."""
+    frame = sys._getframe(1)  # noqa: SLF001 - the cheapest way to the callers
+    for _ in range(_MAX_CALLER_FRAMES):
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+        if frame.f_code in _WAITING_CALLS:
+            return True
+    return False
 
 
 class MessageWork(FarandoleWork):
@@ -61,8 +82,7 @@ class MessageWork(FarandoleWork):
     def __init__(
         self, pending: PendingOperation, outputs: list[torch.Tensor], timeout: timedelta
     ) -> None:
-        # Each has its own completer: a receive may wait long, and others must not wait for it.
-        super().__init__(pending, outputs, BackgroundCompleter(), timeout)
+        super().__init__(pending, outputs, None, timeout)
         self.source: int | None = None
         """The rank in the group that has sent the message, once it is known."""
 
@@ -113,6 +133,8 @@ class PointToPoint:
         """Numbers of received messages that are not below the next one, by source and tag."""
         self._next_received: defaultdict[tuple[int, int], int] = defaultdict(int)
         self._requests = itertools.count()
+        self._pairs: dict[int, MemberSetOpening] = {}
+        """The process sets of this rank and a peer, by the peer's rank in the group."""
         self._sends = UnreceivedSends(self)
 
     def close(self) -> None:
@@ -134,17 +156,12 @@ class PointToPoint:
             ValueError: The tag is negative, or the destination is this rank or no member.
         """
         self._check_message("send", destination, tag)
-        data = _to_bytes(tensor)
-        pending = PendingOperation(None, data, _discard_outcomes)
+        data = to_host(tensor)
         with self._lock:
             number = next(self._sent[destination, tag])
-        self._submit_when_linked(
-            pending,
-            destination,
-            self._message_name(self._rank, destination, tag, number),
-            data,
-            self._rank,
-            timeout,
+        name = self._message_name(self._rank, destination, tag, number)
+        pending = self._start_message(
+            destination, name, data, self._rank, _discard_outcomes, timeout
         )
         self._sends.add(_UnreceivedSend(pending, destination, tag, number))
         return MessageWork(pending, [tensor], timeout)
@@ -164,11 +181,12 @@ class PointToPoint:
             ValueError: The tag is negative, or the source is this rank or no member.
         """
         self._check_message("recv", source, tag)
-        data = _to_bytes(tensor)
-        pending = PendingOperation(None, data, _make_message_store(tensor, data))
+        data = to_host(tensor)
         with self._lock:
             number = self._take_next_message_number(source, tag)
-        self._start_receive(pending, data, source, tag, number, timeout)
+        name = self._message_name(source, self._rank, tag, number)
+        finish = _make_message_store(tensor, data)
+        pending = self._start_message(source, name, data, source, finish, timeout)
         work = MessageWork(pending, [tensor], timeout)
         work.source = source
         return work
@@ -177,7 +195,7 @@ class PointToPoint:
         """Starts a receive from any rank; arguments as of `receive`."""
         if tag < 0:
             raise ValueError(f"recv needs a tag of 0 or more: {tag}")
-        data = _to_bytes(tensor)
+        data = to_host(tensor)
         pending = PendingOperation(None, data, _make_message_store(tensor, data))
         work = MessageWork(pending, [tensor], timeout)
         # Requests are written in the order of the calls.
@@ -224,52 +242,69 @@ class PointToPoint:
         received.add(number)
         return True
 
-    def _start_receive(
+    def _start_message(
         self,
-        pending: PendingOperation,
-        data: torch.Tensor,
-        source: int,
-        tag: int,
-        number: int,
-        timeout: timedelta,
-    ) -> None:
-        name = self._message_name(source, self._rank, tag, number)
-        self._submit_when_linked(pending, source, name, data, source, timeout)
-
-    def _submit_when_linked(
-        self,
-        pending: PendingOperation,
         peer: int,
         name: str,
         data: torch.Tensor,
         root: int,
+        finish: Callable[[list[Any]], None],
         timeout: timedelta,
-    ) -> None:
-        """Submits a message once this rank and the peer are linked."""
-        pair = sorted((self._members[self._rank], self._members[peer]))
-        root_rank = self._members[root]
+    ) -> PendingOperation:
+        """Submits a message, now or once this rank and the peer are linked."""
+        opening = self._start_opening_pair(peer, timeout)
+        if opening.is_open:
+            described = self._describe_message(
+                name, data, root, opening.wait_for_number(), is_waited_at_once=_is_waited_at_once()
+            )
+            return PendingOperation(described, data, finish)
+        pending = PendingOperation(None, data, finish)
+        self._submit_when_open(pending, opening, name, data, root)
+        return pending
 
+    def _start_opening_pair(self, peer: int, timeout: timedelta) -> MemberSetOpening:
+        opening = self._pairs.get(peer)
+        if opening is None:
+            low, high = sorted((self._members[self._rank], self._members[peer]))
+            opening = start_opening_member_set((low, high), timeout.total_seconds())
+            self._pairs[peer] = opening
+        return opening
+
+    def _submit_when_open(
+        self,
+        pending: PendingOperation,
+        opening: MemberSetOpening,
+        name: str,
+        data: torch.Tensor,
+        root: int,
+    ) -> None:
         def submit_message(opened: int | Exception) -> None:
             if isinstance(opened, Exception):
                 pending.fail_deferred(opened)
-                return
-            address = data.data_ptr()
-            pending.submit(
-                (
-                    engine.broadcast,
-                    name,
-                    _UINT8,
-                    data.shape,
-                    address,
-                    address,
-                    root_rank,
-                    opened,
-                    False,
+            else:
+                pending.submit(
+                    self._describe_message(name, data, root, opened, is_waited_at_once=False)
                 )
-            )
 
-        opening = start_opening_member_set((pair[0], pair[1]), timeout.total_seconds())
         opening.call_when_open(submit_message)
+
+    def _describe_message(
+        self, name: str, data: torch.Tensor, root: int, number: int, *, is_waited_at_once: bool
+    ) -> tuple[Any, ...]:
+        """Returns the engine's function for a message, and its arguments."""
+        address, shape = data.data_ptr(), (data.nbytes,)
+        root_rank = self._members[root]
+        return (
+            engine.broadcast,
+            name,
+            _UINT8,
+            shape,
+            address,
+            address,
+            root_rank,
+            number,
+            is_waited_at_once,
+        )
 
     # Receives from any rank.
 
@@ -322,7 +357,9 @@ class PointToPoint:
                 # A receive from that rank has taken the message meanwhile.
                 request = self._publish_receive_request(tag)
             work.source = source
-            self._start_receive(pending, data, source, tag, number, timeout)
+            name = self._message_name(source, self._rank, tag, number)
+            opening = self._start_opening_pair(source, timeout)
+            self._submit_when_open(pending, opening, name, data, source)
         except Exception as error:  # noqa: BLE001 - raised by the waiter
             pending.fail_deferred(error)
 
@@ -417,11 +454,6 @@ class UnreceivedSends:
 
 def _discard_outcomes(_: list[Any]) -> None:
     """Stores no result."""
-
-
-def _to_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor as flat bytes on the host: its own memory if possible."""
-    return to_host(tensor).reshape(-1).view(torch.uint8)
 
 
 def _make_message_store(tensor: torch.Tensor, data: torch.Tensor) -> Any:

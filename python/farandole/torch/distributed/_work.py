@@ -16,11 +16,11 @@ import torch
 from torch._C._distributed_c10d import Work
 
 from farandole.common.handles import HandleTable
+from farandole.torch.distributed._completion import BackgroundCompleter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from farandole.torch.distributed._completion import BackgroundCompleter
 
 table = HandleTable("distributed")
 """The operations of this backend in progress."""
@@ -280,7 +280,8 @@ class FarandoleWork(Work):
     Args:
         pending: The operation.
         outputs: The tensors it writes, which a future holds.
-        completer: Completes it for callers that ask for a future.
+        completer: Completes it for callers that ask for a future. `None` if the operation may last
+            long, and the futures of others must not wait for it.
         timeout: Limit of a wait without a limit; zero for none.
         number: Number of the operation in its group.
     """
@@ -289,7 +290,7 @@ class FarandoleWork(Work):
         self,
         pending: PendingOperation,
         outputs: list[torch.Tensor],
-        completer: BackgroundCompleter,
+        completer: BackgroundCompleter | None,
         timeout: timedelta = _NO_TIMEOUT,
         number: int = 0,
     ) -> None:
@@ -384,7 +385,8 @@ class FarandoleWork(Work):
     def get_future(self) -> Any:
         """Returns a future of the tensors the operation writes."""
         release_work_of_cpp(self)
-        return make_future(self._pending, self._outputs, self._completer, self._limit)
+        completer = self._completer or BackgroundCompleter()
+        return make_future(self._pending, self._outputs, completer, self._limit)
 
 
 class CombinedWork(Work):
