@@ -4,10 +4,11 @@
 `DistributedOptimizer.overlap_forward` and without, in turns in the same processes.
 
 The ranks are on hosts that are network namespaces, shaped by `tc tbf`. As in VGG, the first layers
-have most of the work and the last ones most of the parameters. Writes
-bench/results/forward_overlap.json.
+have most of the work and the last ones most of the parameters. With `--sleep`, the first layers
+sleep for as many milliseconds in a forward pass, and twice in a backward pass: so the processor is
+free meanwhile, as if a GPU computed. Writes bench/results/forward_overlap.json.
 
-    bench/forward_overlap.sh [--hosts 2] [--rate 2gbit] [--rounds 5] [--steps 4]
+    bench/forward_overlap.sh [--hosts 2] [--rate 2gbit] [--rounds 5] [--steps 4] [--sleep 160]
 """
 
 from __future__ import annotations
@@ -28,19 +29,50 @@ WIDTH, LAYERS, ROWS = 512, 8, 2048
 """Width and number of the first layers; rows of a batch."""
 POOLED_ROWS, DENSE_WIDTH = 64, 24_576
 """Rows and width of the last layers: 25 M parameters."""
+SLEEPING_ROWS, SLEEPING_POOLED_ROWS = 64, 8
+"""The same rows with `--sleep`."""
 
 
-def make_model() -> Any:
-    """Returns a network with its work in the first layers and its parameters in the last ones."""
+def make_sleeping_layer(seconds: float) -> Any:
+    """Returns a module that sleeps, in a backward pass twice as long as in a forward pass."""
+    import torch  # noqa: PLC0415 - only ranks need it
+
+    class Sleep(torch.autograd.Function):
+        @staticmethod
+        def forward(_: Any, rows: Any) -> Any:
+            time.sleep(seconds)
+            return rows.clone()
+
+        @staticmethod
+        def backward(_: Any, gradient: Any) -> Any:
+            time.sleep(2 * seconds)
+            return gradient
+
+    class SleepingLayer(torch.nn.Module):
+        def forward(self, rows: Any) -> Any:
+            return Sleep.apply(rows)
+
+    return SleepingLayer()
+
+
+def make_model(sleep: float) -> Any:
+    """Returns a network with its work in the first layers and its parameters in the last ones.
+
+    Args:
+        sleep: Milliseconds that the first layers sleep in a forward pass; 0 if they compute.
+    """
     import torch  # noqa: PLC0415 - only ranks need it
 
     torch.manual_seed(1)
     layers: list[torch.nn.Module] = []
     for _ in range(LAYERS):
         layers += [torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU()]
+        if sleep:
+            layers.append(make_sleeping_layer(sleep / LAYERS / 1e3))
+    rows, pooled = (SLEEPING_ROWS, SLEEPING_POOLED_ROWS) if sleep else (ROWS, POOLED_ROWS)
     # Neighbouring rows are averaged, as pooling reduces the pixels of an image.
     pooling = [
-        torch.nn.Unflatten(0, (POOLED_ROWS, ROWS // POOLED_ROWS)),
+        torch.nn.Unflatten(0, (pooled, rows // pooled)),
         torch.nn.AdaptiveAvgPool2d((1, WIDTH)),
         torch.nn.Flatten(1),
     ]
@@ -73,10 +105,11 @@ def measure(arguments: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)
     hvd.init()
-    rows = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(hvd.rank()))
+    count = SLEEPING_ROWS if arguments.sleep else ROWS
+    rows = torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(hvd.rank()))
     trainers: dict[str, tuple[Any, Any]] = {}
     for way in ("waits", "overlaps", "alone"):
-        model = make_model()
+        model = make_model(arguments.sleep)
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-3)
         if way != "alone":
             optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
@@ -115,7 +148,7 @@ def agent(number: int, arguments: argparse.Namespace) -> None:
 
 def shared_options(arguments: argparse.Namespace) -> list[str]:
     """Returns the options for the processes of hosts and ranks."""
-    names = ("rate", "rounds", "steps")
+    names = ("rate", "rounds", "steps", "sleep")
     return [word for name in names for word in (f"--{name}", str(getattr(arguments, name)))]
 
 
@@ -152,6 +185,9 @@ def main() -> None:
     parser.add_argument("--rate", default="2gbit", help="what tc shapes each host to; 0: nothing")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each way")
     parser.add_argument("--steps", type=int, default=4, help="steps of a turn")
+    parser.add_argument(
+        "--sleep", type=float, default=0, help="milliseconds of the first layers; 0: they compute"
+    )
     parser.add_argument("--keep", action="store_true", help="print only, and write no file")
     parser.add_argument("--agent", help=argparse.SUPPRESS)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -174,7 +210,7 @@ def main() -> None:
         f"{found['alone'] * 1e3:.0f} ms without reductions"
     )
     if not arguments.keep:
-        options = {"hosts": arguments.hosts, "rate": arguments.rate}
+        options = {"hosts": arguments.hosts, "rate": arguments.rate, "sleep": arguments.sleep}
         save("forward_overlap", {**options, **found}, began=began)
 
 
