@@ -24,7 +24,6 @@ from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
 from torch.distributed import distributed_c10d
 
 from farandole._native import engine
@@ -39,6 +38,8 @@ from farandole.torch.distributed._work import (
 if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import timedelta
+
+    import torch
 
     from farandole.torch.distributed._groups import MemberSetOpening, WorldStore
 
