@@ -85,6 +85,8 @@ pub(crate) struct EngineShared {
     pub(crate) drives: AtomicU64,
     /// Whether the host has more ranks than cores: threads then yield instead of spinning.
     oversubscribed: bool,
+    /// Whether the world has several hosts, so that a long operation may wait for the network.
+    is_across_hosts: bool,
 }
 
 impl EngineShared {
@@ -95,11 +97,13 @@ impl EngineShared {
         sets: Vec<ProcessSet>,
     ) -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let crowded = world.local_ranks().len() > cores;
+        let local_ranks = world.local_ranks().len();
+        let crowded = local_ranks > cores;
         // On a crowded host, a thread that spins keeps a peer from its core.
         let spin = if crowded { settings.spin / 8 } else { settings.spin };
         Self {
             oversubscribed: crowded,
+            is_across_hosts: local_ranks < world.size(),
             world,
             settings,
             host,

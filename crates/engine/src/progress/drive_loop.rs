@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::background_thread::HEARTBEAT_INTERVAL;
-use super::spin_budget::SpinBudget;
+use super::spin_budget::{PeerWaits, SpinBudget};
 use super::{DriveGoal, DriverState, EngineShared};
 use crate::StopCause;
 use crate::callbacks::DueCallback;
@@ -33,6 +33,7 @@ impl EngineShared {
             DriveGoal::Idle => self.settings.spin / 32,
             DriveGoal::AnyEvent => Duration::ZERO,
         };
+        let mut waits = PeerWaits::begin_drive(Instant::now());
         let mut still_since: Option<Instant> = None;
         // Whether the driver has slept since nothing moved. It then only polls a device and does
         // not spin again.
@@ -61,25 +62,27 @@ impl EngineShared {
                 return;
             }
             if moved {
-                if let Some(since) = still_since.take()
-                    && !slept
-                    && matches!(until, DriveGoal::Done(..))
-                {
-                    // Capped, because a longer time means that the thread had no core.
-                    driver.spin_budget.record_success(now.duration_since(since).min(spin));
-                    spin = driver.spin_budget.spin_limit();
+                if let Some(since) = still_since.take() {
+                    let waited = now.duration_since(since);
+                    waits.record_wait(waited);
+                    if !slept && !spin.is_zero() && matches!(until, DriveGoal::Done(..)) {
+                        // Capped, because a longer time means that the thread had no core.
+                        driver.spin_budget.record_success(waited.min(spin));
+                    }
                 }
                 slept = false;
                 continue;
+            }
+            if still_since.is_none() && matches!(until, DriveGoal::Done(..)) {
+                spin = self.spin_limit_of_wait(driver, &waits, now);
             }
             let spun = now.duration_since(*still_since.get_or_insert(now));
             if !slept && spun < spin {
                 self.spin_or_yield(spun);
                 continue;
             }
-            if !slept && matches!(until, DriveGoal::Done(..)) {
+            if !slept && !spin.is_zero() && matches!(until, DriveGoal::Done(..)) {
                 driver.spin_budget.record_timeout();
-                spin = driver.spin_budget.spin_limit();
             }
             let glances = driver.sets.iter().any(ProcessSet::waits_for_device);
             let beat = now
@@ -101,9 +104,23 @@ impl EngineShared {
                 return;
             }
             slept = glances;
-            if !glances {
-                still_since = None;
+            if !glances && let Some(since) = still_since.take() {
+                waits.record_wait(since.elapsed());
             }
+        }
+    }
+
+    /// Returns the time to spin in a wait that begins.
+    fn spin_limit_of_wait(
+        &self,
+        driver: &DriverState,
+        waits: &PeerWaits,
+        now: Instant,
+    ) -> Duration {
+        if self.is_across_hosts && waits.exceed_work(now, self.settings.spin) {
+            Duration::ZERO
+        } else {
+            driver.spin_budget.spin_limit()
         }
     }
 

@@ -8,8 +8,12 @@
 //! So the time is halved whenever it ran out and doubled whenever it was enough. Now and then a
 //! waiter spins for the full time, to notice that a machine is quiet again. If the full time was
 //! enough, the next wait gets twice the time that was spent, not twice the short time before it.
+//!
+//! If ranks of other hosts take part, a long operation may wait for the network most of the time.
+//! The bytes that the kernel has buffered keep the network busy while a thread wakes up, so such a
+//! drive sleeps without spinning: see [`PeerWaits`].
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Shortest spin; it costs about as much as a wake-up.
 const MIN_SPIN_TIME: Duration = Duration::from_micros(4);
@@ -60,9 +64,43 @@ impl SpinBudget {
     }
 }
 
+/// The share of its time that one drive has waited for peers.
+#[derive(Debug)]
+pub(crate) struct PeerWaits {
+    began: Instant,
+    waited: Duration,
+}
+
+impl PeerWaits {
+    pub(crate) fn begin_drive(now: Instant) -> Self {
+        Self { began: now, waited: Duration::ZERO }
+    }
+
+    /// Records a wait, with or without sleep.
+    pub(crate) fn record_wait(&mut self, time: Duration) {
+        self.waited += time;
+    }
+
+    /// Returns whether the drive has waited for more than `spin` and for most of its time.
+    pub(crate) fn exceed_work(&self, now: Instant, spin: Duration) -> bool {
+        self.waited > spin && self.waited * 2 > now.duration_since(self.began)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn waits_exceed_work_in_a_long_drive_only() {
+        let (spin, began) = (Duration::from_millis(1), Instant::now());
+        let mut waits = PeerWaits::begin_drive(began);
+        waits.record_wait(spin);
+        assert!(!waits.exceed_work(began + spin, spin), "a short operation spins to its end");
+        waits.record_wait(spin);
+        assert!(waits.exceed_work(began + 3 * spin, spin));
+        assert!(!waits.exceed_work(began + 5 * spin, spin), "copies and sums take longer");
+    }
 
     #[test]
     fn useless_spinning_becomes_short_and_recovers_when_it_pays() {
