@@ -6,8 +6,9 @@
 //!
 //! This crate owns the part of a request on which all ranks must agree, the tally of announcements,
 //! the cache of agreed requests, the fusion and order of tensors, the shape of the control tree,
-//! and the encoding of control frames. It has no thread, lock, link, buffer or communicator, and
-//! reads no clock. The engine moves the frames, decides the next response list, and executes it.
+//! response lists, and the encoding of control frames. It has no thread, lock, link, buffer or
+//! communicator, and reads no clock. The engine moves the frames, decides the next response list,
+//! and executes it.
 //!
 //! ```text
 //!  ControlTree: a member, its parent, the members below each child
@@ -32,6 +33,7 @@ mod announcement_tally;
 mod cache;
 mod fusion;
 mod hash;
+mod response_list;
 mod signature;
 mod tree;
 mod wire;
@@ -45,6 +47,10 @@ pub use fusion::{
     plan_prioritized_list,
 };
 pub use hash::{FastHashMap, FastHashSet, FastHasher, hash_names};
+pub use response_list::{
+    PlannedListItem, ReadyTensor, ResponseItem, ResponseList, TensorRefusal,
+    decode_list_updating_cache, encode_list_updating_cache,
+};
 pub use signature::{ChangeTopic, CollectiveCall, MemorySite, RequestSignature, operation_text};
 pub use tree::{ControlTree, control_parents, control_peers};
 pub use wire::{FrameReader, FrameResult, FrameWriter, MalformedFrame};

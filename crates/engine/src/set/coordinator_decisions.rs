@@ -12,12 +12,11 @@
 //! from a backward pass, need 6 to 11 lists, each with the tensors that came during the previous
 //! list; there a fuller list only leaves the links idle.
 
-use std::sync::Arc;
 use std::time::Instant;
 
 use farandole_negotiation::{
-    CacheId, CachedResponse, CollectiveCall, FastHashMap, PrioritizedTensor, plan_fused_operations,
-    plan_prioritized_list,
+    CollectiveCall, FastHashMap, PlannedListItem, PrioritizedTensor, ReadyTensor, TensorRefusal,
+    plan_fused_operations, plan_prioritized_list,
 };
 use farandole_world::ProcessSetId;
 
@@ -25,38 +24,12 @@ use super::set_scope::SetScope;
 use crate::EngineSettings;
 use crate::tune::Autotuner;
 
-/// A tensor that all ranks have announced.
-#[derive(Debug)]
-pub(super) struct ReadyTensor {
-    pub(super) agreed: Arc<CachedResponse>,
-    /// Its id in the cache, if it is in the caches of all ranks.
-    pub(super) known: Option<CacheId>,
-}
-
-/// Refusal of a tensor because the requests of the ranks differ. All requests of this name fail,
-/// and all members of its group (0: no group).
-#[derive(Debug)]
-pub(super) struct TensorRefusal {
-    pub(super) name: Arc<str>,
-    pub(super) group: u64,
-    pub(super) text: String,
-}
-
 /// A decision that waits for the next list.
 #[derive(Debug)]
 enum CoordinatorDecision {
     Run(ReadyTensor),
     Refuse(TensorRefusal),
     /// All members have joined; this one was the last.
-    Joined(u32),
-}
-
-/// An item of the next list.
-#[derive(Debug)]
-pub(super) enum PlannedListItem {
-    /// One operation on these tensors.
-    Run(Vec<ReadyTensor>),
-    Refuse(TensorRefusal),
     Joined(u32),
 }
 
@@ -221,9 +194,10 @@ fn fuse_decisions(
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
 
     use farandole_kernels::DataType;
-    use farandole_negotiation::{PRIORITIZED_LIST_BYTES, RequestSignature};
+    use farandole_negotiation::{CachedResponse, PRIORITIZED_LIST_BYTES, RequestSignature};
 
     use super::*;
     use crate::set::tests::plain;

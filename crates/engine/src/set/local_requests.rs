@@ -8,10 +8,11 @@ use std::time::Instant;
 
 use farandole_collectives::DeviceEvent;
 use farandole_kernels::{Buffer, DataType, HostMemory, ReduceOp, neutral_element};
-use farandole_negotiation::{CachedResponse, CollectiveCall, FastHashMap, operation_text};
+use farandole_negotiation::{
+    CachedResponse, CollectiveCall, FastHashMap, TensorRefusal, operation_text,
+};
 use farandole_world::Rank;
 
-use super::coordinator_decisions::TensorRefusal;
 use super::join::JOIN_TENSOR_NAME;
 use super::operation_trace::trace_refusal;
 use super::set_scope::SetScope;

@@ -23,7 +23,6 @@ mod join;
 mod local_requests;
 mod negotiation;
 mod operation_trace;
-mod response_list;
 mod set_scope;
 mod splits_exchange;
 mod stall_cases;
@@ -41,7 +40,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use farandole_negotiation::{
-    CollectiveCall, ControlTree, FrameReader, MalformedFrame, RequestSignature,
+    CollectiveCall, ControlTree, FrameReader, MalformedFrame, RequestSignature, ResponseItem,
+    ResponseList,
 };
 
 use self::batch_execution::BatchExecution;
@@ -52,7 +52,6 @@ use self::diagnostics::{
 };
 use self::local_requests::LocalRequests;
 use self::negotiation::Negotiation;
-use self::response_list::{ResponseItem, ResponseList};
 use self::set_scope::SetScope;
 use crate::error::StepResult;
 use crate::stall_report::{MAX_NAMED_TENSORS, RankWait};

@@ -18,16 +18,16 @@ use std::time::Instant;
 
 use farandole_negotiation::{
     Announcement, AnnouncementTally, CacheId, CachedResponse, CollectiveCall, FastHashMap,
-    FrameReader, FrameWriter, MalformedFrame, MemorySite, RequestSignature, RequestVariant,
-    ResponseCache, resolve_variants,
+    FrameReader, FrameWriter, MalformedFrame, MemorySite, ReadyTensor, RequestSignature,
+    RequestVariant, ResponseCache, ResponseList, TensorRefusal, decode_list_updating_cache,
+    encode_list_updating_cache, resolve_variants,
 };
 
 use super::control_links::{FrameFailure, frame_kinds};
-use super::coordinator_decisions::{ReadyTensor, SetCoordinator, TensorRefusal};
+use super::coordinator_decisions::SetCoordinator;
 use super::join::{JOIN_TENSOR_NAME, JoinState};
 use super::local_requests::LocalRequests;
 use super::operation_trace::trace_arrival;
-use super::response_list::{ResponseList, decode_list_updating_cache, encode_list_updating_cache};
 use super::set_scope::SetScope;
 use super::stall_cases::StallCases;
 use crate::StopCause;

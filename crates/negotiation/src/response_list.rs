@@ -10,31 +10,65 @@
 
 use std::sync::Arc;
 
-use farandole_negotiation::{
-    CachedResponse, FrameReader, FrameWriter, MalformedFrame, RequestSignature, ResponseCache,
+use crate::{
+    CacheId, CachedResponse, FrameReader, FrameResult, FrameWriter, MalformedFrame,
+    RequestSignature, ResponseCache,
 };
 
-use super::coordinator_decisions::{PlannedListItem, ReadyTensor, TensorRefusal};
+/// A tensor that all ranks have announced.
+#[derive(Debug)]
+pub struct ReadyTensor {
+    /// The request that all ranks agree on.
+    pub agreed: Arc<CachedResponse>,
+    /// Its id in the cache, if it is in the caches of all ranks.
+    pub known: Option<CacheId>,
+}
+
+/// Refusal of a tensor because the requests of the ranks differ. All requests of this name fail,
+/// and all members of its group.
+#[derive(Debug)]
+pub struct TensorRefusal {
+    /// Name of the tensor.
+    pub name: Arc<str>,
+    /// Its group; 0 for none.
+    pub group: u64,
+    /// The error, with the request of every rank.
+    pub text: String,
+}
+
+/// An item of the next list, as the coordinator plans it.
+#[derive(Debug)]
+pub enum PlannedListItem {
+    /// One operation on these tensors.
+    Run(Vec<ReadyTensor>),
+    /// The ranks disagree about a tensor.
+    Refuse(TensorRefusal),
+    /// All members have joined; this one was the last.
+    Joined(u32),
+}
 
 /// The operations that all ranks execute next.
 #[derive(Debug)]
-pub(super) struct ResponseList {
-    /// Lists are numbered from 1.
-    pub(super) number: u64,
-    pub(super) items: Vec<ResponseItem>,
+pub struct ResponseList {
+    /// Number of the list, from 1.
+    pub number: u64,
+    /// The items, in the order of their execution.
+    pub items: Vec<ResponseItem>,
 }
 
 /// An item of a list, with its cache entries resolved.
 #[derive(Debug)]
-pub(super) enum ResponseItem {
+pub enum ResponseItem {
+    /// One operation on these tensors.
     Run(Vec<Arc<CachedResponse>>),
+    /// The ranks disagree about a tensor.
     Refuse(TensorRefusal),
     /// All members have joined; this one was the last.
     Joined(u32),
 }
 
 /// Writes a list and updates the coordinator's cache item by item, exactly as the readers will.
-pub(super) fn encode_list_updating_cache(
+pub fn encode_list_updating_cache(
     number: u64,
     plan: Vec<PlannedListItem>,
     cache: &mut ResponseCache,
@@ -97,7 +131,7 @@ fn decode_tensor(
     reader: &mut FrameReader<'_>,
     number: u64,
     cache: &mut ResponseCache,
-) -> Result<Arc<CachedResponse>, MalformedFrame> {
+) -> FrameResult<Arc<CachedResponse>> {
     let head = reader.read_varint()?;
     if head % 2 == 0 {
         let slot = u32::try_from(head / 2).map_err(|_| MalformedFrame::Cache(head / 2))?;
@@ -116,10 +150,13 @@ fn decode_tensor(
 }
 
 /// Reads a list and applies its changes to the cache.
-pub(super) fn decode_list_updating_cache(
+///
+/// # Errors
+/// The frame is not a list, or names an empty slot of the cache.
+pub fn decode_list_updating_cache(
     frame: &[u8],
     cache: &mut ResponseCache,
-) -> Result<ResponseList, MalformedFrame> {
+) -> FrameResult<ResponseList> {
     let mut reader = FrameReader(frame);
     let number = reader.read_varint()?;
     let mut items = Vec::new();
