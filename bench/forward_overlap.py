@@ -19,10 +19,9 @@ import signal
 import statistics
 import sys
 import time
-from contextlib import ExitStack
 from typing import Any
 
-from netns import HUB, SUBNET, Host, bridge, plugged
+from netns import bridge, run_ranks, run_world
 from saved import save
 
 WIDTH, LAYERS, ROWS = 512, 8, 2048
@@ -132,20 +131,6 @@ def measure(arguments: argparse.Namespace) -> None:
     hvd.shutdown()
 
 
-def agent(number: int, arguments: argparse.Namespace) -> None:
-    """The process of a host: brings its network up and runs its rank."""
-    from farandole._native.launcher import run_agent  # noqa: PLC0415 - needed here only
-
-    ticket, _ = plugged(number, arguments.rate)
-    if not ticket:
-        return
-    worker = [sys.executable, __file__, "--worker", *shared_options(arguments)]
-    env: dict[str, str | None] = {"OMP_NUM_THREADS": "1"}
-    outcome = run_agent(ticket, number, worker, env=env, stream_output=False)
-    if outcome.exit_code != 0:
-        sys.exit(f"forward_overlap: rank {outcome.rank}: {outcome.reason}\n{outcome.stderr_tail}")
-
-
 def shared_options(arguments: argparse.Namespace) -> list[str]:
     """Returns the options for the processes of hosts and ranks."""
     names = ("rate", "rounds", "steps", "sleep")
@@ -154,26 +139,12 @@ def shared_options(arguments: argparse.Namespace) -> list[str]:
 
 def run(arguments: argparse.Namespace) -> dict[str, float]:
     """Trains in a world of hosts and returns the median seconds of a step in each way."""
-    from farandole._native.registrar import Registrar  # noqa: PLC0415 - needed here only
-
     found: dict[str, float] = {}
-    with ExitStack() as stack:
-        registrar = stack.enter_context(Registrar(arguments.hosts, host=f"{SUBNET}.{HUB}"))
-        options = shared_options(arguments)
-        hosts = [
-            stack.enter_context(Host(number, options, __file__))
-            for number in range(arguments.hosts)
-        ]
-        for host in hosts:
-            host.start(registrar.ticket)
-        for line in hosts[0].lines():
-            if line.startswith("{"):
-                found = json.loads(line)
-            else:
-                print(line)
-        codes = [host.process.wait(60) for host in hosts]
-    if any(codes):
-        sys.exit(f"forward_overlap: hosts ended with {codes}")
+    for line in run_world(arguments.hosts, shared_options(arguments), script=__file__):
+        if line.startswith("{"):
+            found = json.loads(line)
+        else:
+            print(line)
     return found
 
 
@@ -196,7 +167,8 @@ def main() -> None:
         measure(arguments)
         return
     if arguments.agent is not None:
-        agent(int(arguments.agent), arguments)
+        worker = [__file__, "--worker", *shared_options(arguments)]
+        run_ranks(int(arguments.agent), arguments.rate, worker)
         return
     # The first process of a namespace ignores what it does not handle.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("forward_overlap: ended by SIGTERM"))

@@ -23,12 +23,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from netns import HUB, SUBNET, Host, bridge, plugged
+from netns import bridge, run_ranks, run_world
 from saved import save
 
 if TYPE_CHECKING:
@@ -184,20 +183,6 @@ def measure(arguments: argparse.Namespace) -> None:
     hvd.shutdown()
 
 
-def agent(number: int, arguments: argparse.Namespace) -> None:
-    """The process of a host: brings its network up and runs its rank."""
-    from farandole._native.launcher import run_agent  # noqa: PLC0415 - needed here only
-
-    ticket, card = plugged(number, arguments.rate)
-    if not ticket:
-        return
-    env: dict[str, str | None] = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": card}
-    worker = [sys.executable, __file__, "--worker", "--card", card, *shared_options(arguments)]
-    outcome = run_agent(ticket, number, worker, env=env, stream_output=False)
-    if outcome.exit_code != 0:
-        sys.exit(f"low_communication: rank {outcome.rank}: {outcome.reason}\n{outcome.stderr_tail}")
-
-
 def shared_options(arguments: argparse.Namespace) -> list[str]:
     """Returns the options for the processes of hosts and ranks."""
     names = ("rate", "steps", "sync_every", "lr", "text")
@@ -210,27 +195,13 @@ def shared_options(arguments: argparse.Namespace) -> list[str]:
 
 def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Trains in a world of hosts and returns a row per method."""
-    from farandole._native.registrar import Registrar  # noqa: PLC0415 - needed here only
-
     rows = []
-    with ExitStack() as stack:
-        registrar = stack.enter_context(Registrar(arguments.hosts, host=f"{SUBNET}.{HUB}"))
-        options = shared_options(arguments)
-        hosts = [
-            stack.enter_context(Host(number, options, __file__))
-            for number in range(arguments.hosts)
-        ]
-        for host in hosts:
-            host.start(registrar.ticket)
-        for line in hosts[0].lines():
-            if line.startswith("{"):
-                rows.append(json.loads(line))
-                show(rows[-1], rows[0])
-            else:
-                print(line)
-        codes = [host.process.wait(60) for host in hosts]
-    if any(codes):
-        sys.exit(f"low_communication: hosts ended with {codes}")
+    for line in run_world(arguments.hosts, shared_options(arguments), script=__file__):
+        if line.startswith("{"):
+            rows.append(json.loads(line))
+            show(rows[-1], rows[0])
+        else:
+            print(line)
     return rows
 
 
@@ -266,7 +237,8 @@ def main() -> None:
         measure(arguments)
         return
     if arguments.agent is not None:
-        agent(int(arguments.agent), arguments)
+        worker = [__file__, "--worker", *shared_options(arguments)]
+        run_ranks(int(arguments.agent), arguments.rate, worker, card_option="--card")
         return
     # The first process of a namespace ignores what it does not handle.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("low_communication: ended by SIGTERM"))

@@ -25,6 +25,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from allreduce import human, summary, turn
@@ -141,28 +142,61 @@ def plugged(number: int, rate: str) -> tuple[str, str]:
     return line, card
 
 
-def agent(number: int, arguments: argparse.Namespace) -> None:
-    """The process of a host: brings its network up and runs one worker per rank."""
+def run_world(
+    hosts: int, options: list[str], ranks_per_host: int = 1, script: str = __file__
+) -> Iterator[str]:
+    """Runs a world of hosts and returns the lines of the first one.
+
+    Args:
+        hosts: Number of hosts.
+        options: Options of the processes of hosts.
+        ranks_per_host: Ranks of each host.
+        script: The script that hosts run.
+    """
+    from farandole._native.registrar import Registrar  # noqa: PLC0415 - needed here only
+
+    with ExitStack() as stack:
+        size = hosts * ranks_per_host
+        registrar = stack.enter_context(Registrar(size, host=f"{SUBNET}.{HUB}"))
+        worlds = [stack.enter_context(Host(number, options, script)) for number in range(hosts)]
+        for host in worlds:
+            host.start(registrar.ticket)
+        yield from worlds[0].lines()
+        codes = [host.process.wait(60) for host in worlds]
+    if any(codes):
+        sys.exit(f"{Path(script).stem}: hosts ended with {codes}")
+
+
+def run_ranks(
+    number: int, rate: str, worker: list[str], ranks_per_host: int = 1, *, card_option: str = ""
+) -> None:
+    """Runs the ranks of a host, in its process.
+
+    Args:
+        number: Number of the host.
+        rate: What `tc` shapes the host to; "0" for nothing.
+        worker: The script of a rank, and its options.
+        ranks_per_host: Ranks of each host.
+        card_option: Option of a rank for the name of the host's card, if it has one.
+    """
     from farandole._native.launcher import run_agent  # noqa: PLC0415 - needed here only
 
-    ticket, card = plugged(number, arguments.rate)
+    ticket, card = plugged(number, rate)
     if not ticket:
         return
     env: dict[str, str | None] = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": card}
-    worker = [sys.executable, __file__, "--worker", "--seconds", str(arguments.seconds), "--sizes"]
-    worker += map(str, arguments.sizes)
-    each = arguments.ranks_per_host
-    with ThreadPoolExecutor(each) as pool:
+    command_line = [sys.executable, *worker, *([card_option, card] if card_option else [])]
+    ranks = range(number * ranks_per_host, (number + 1) * ranks_per_host)
+    with ThreadPoolExecutor(ranks_per_host) as pool:
         runs = [
-            pool.submit(
-                run_agent, ticket, number * each + rank, worker, env=env, stream_output=False
-            )
-            for rank in range(each)
+            pool.submit(run_agent, ticket, rank, command_line, env=env, stream_output=False)
+            for rank in ranks
         ]
         outcomes = [run.result() for run in runs]
     for outcome in outcomes:
         if outcome.exit_code != 0:
-            sys.exit(f"netns: rank {outcome.rank}: {outcome.reason}\n{outcome.stderr_tail}")
+            name = Path(worker[0]).stem
+            sys.exit(f"{name}: rank {outcome.rank}: {outcome.reason}\n{outcome.stderr_tail}")
 
 
 def cpu() -> float:
@@ -225,8 +259,6 @@ def measure(sizes: list[int], seconds: float) -> None:
 
 def run(hosts: int, rate: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Measures in a world of hosts and prints its rows."""
-    from farandole._native.registrar import Registrar  # noqa: PLC0415 - needed here only
-
     each = arguments.ranks_per_host
     shaped = "unshaped" if rate == "0" else rate
     print(
@@ -237,32 +269,18 @@ def run(hosts: int, rate: str, arguments: argparse.Namespace) -> list[dict[str, 
         f"{'size':>8}  {'library':<9} {'calls':>6} {'min':>9} {'p50':>9} {'p99':>9} {'cpu':>8} "
         f"{'GB/s':>6}  ratio"
     )
-    own = [
-        "--rate",
-        rate,
-        "--ranks-per-host",
-        str(each),
-        "--seconds",
-        str(arguments.seconds),
-        "--sizes",
-    ]
-    own += map(str, arguments.sizes)
+    options = ["--rate", rate, "--ranks-per-host", str(each)]
+    options += ["--seconds", str(arguments.seconds), "--sizes", *map(str, arguments.sizes)]
     rows = []
-    with ExitStack() as stack:
-        registrar = stack.enter_context(Registrar(hosts * each, host=f"{SUBNET}.{HUB}"))
-        worlds = [stack.enter_context(Host(number, own)) for number in range(hosts)]
-        for host in worlds:
-            host.start(registrar.ticket)
-        for line in worlds[0].lines():
-            if not line.startswith("{"):
-                print(line)
-                continue
-            row = {"hosts": hosts, "ranks_per_host": each, "rate": rate, **json.loads(line)}
-            rows.append(row)
-            show(row)
-        codes = [host.process.wait(60) for host in worlds]
-    if any(codes) or len(rows) != len(arguments.sizes):
-        sys.exit(f"netns: hosts ended with {codes}")
+    for line in run_world(hosts, options, each):
+        if not line.startswith("{"):
+            print(line)
+            continue
+        row = {"hosts": hosts, "ranks_per_host": each, "rate": rate, **json.loads(line)}
+        rows.append(row)
+        show(row)
+    if len(rows) != len(arguments.sizes):
+        sys.exit("netns: rows are missing")
     return rows
 
 
@@ -307,7 +325,9 @@ def main() -> None:
         measure(arguments.sizes, arguments.seconds)
         return
     if arguments.agent is not None:
-        agent(int(arguments.agent), arguments)
+        worker = [__file__, "--worker", "--seconds", str(arguments.seconds)]
+        worker += ["--sizes", *map(str, arguments.sizes)]
+        run_ranks(int(arguments.agent), arguments.rate, worker, arguments.ranks_per_host)
         return
     # The first process of a namespace ignores what it does not handle.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("netns: ended by SIGTERM"))
